@@ -1,0 +1,1 @@
+"""Documents from text to packed micro-batches, on top of Hugging Face datasets."""

@@ -1,0 +1,142 @@
+"""Reading document lengths from files, and telling two arrays of lengths apart."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from hf_wlb.lengths.arrays import BLOCK_ENTRIES, IntArray, LengthArray, iter_blocks
+
+
+def load_lengths(path: str | Path) -> LengthArray:
+    """Read document lengths in tokens from a file.
+
+    Three formats are understood: ``.npy`` (a one-dimensional integer array, memory-mapped read-only and
+    kept in its own integer dtype, so that ten million lengths cost no memory), a JSON list of integers
+    (any file whose first character is ``[`` or ``{``, or whose name ends in ``.json``), and text with one
+    integer a line (blank lines are ignored).
+
+    Args:
+        path: The file.
+
+    Returns:
+        Lengths, shape ``(documents,)``. int64 from JSON and text; the file's own integer dtype from ``.npy``.
+        May be empty. A length of 0 is allowed here (an empty document); what to do about it is the
+        packer's policy.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the content is not a list of non-negative integers; the message names the first
+            bad place.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no file {str(path)!r} to read document lengths from. Give a .npy array, a JSON list "
+            "or a text file with one length a line."
+        )
+    if path.suffix == ".npy":
+        return _load_npy(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path.name} is not text, and its name does not end in .npy. Give document lengths as a .npy "
+            "array, a JSON list or a text file with one length a line."
+        ) from error
+    if path.suffix == ".json" or text.lstrip()[:1] in ("[", "{"):
+        return _parse_json(text, path.name)
+    return _parse_lines(text, path.name)
+
+
+def _load_npy(path: Path) -> LengthArray:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path.name} is not a readable .npy array: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path.name} holds an archive of arrays; save one array of lengths with np.save.")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{path.name} holds an array of shape {array.shape} and dtype {array.dtype}; document lengths "
+            "are a one-dimensional array of integers. Save them with np.save(path, lengths.astype(np.int64))."
+        )
+    _check_lengths(array, path.name)
+    return array
+
+
+def _parse_json(text: str, name: str) -> IntArray:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not valid JSON ({error}). Give a list of integers.") from error
+    if not isinstance(content, list):
+        raise ValueError(
+            f"{name} holds a JSON {_json_kind(content)}; "
+            "document lengths are a list of integers, such as [812, 95]."
+        )
+    for index, value in enumerate(content):
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise ValueError(
+                f"Entry {index} of {name} is {_short(value)}; "
+                "document lengths are integers from 0 up, in tokens."
+            )
+    return np.array(content, dtype=np.int64)
+
+
+def _parse_lines(text: str, name: str) -> IntArray:
+    values: list[int] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        word = line.strip()
+        if not word:
+            continue
+        if not (word.isascii() and word.isdigit()) or int(word[:20]) >= 2**63:
+            raise ValueError(
+                f"Line {number} of {name} is {_short(word)}; "
+                "document lengths are integers from 0 up, in tokens, one a line."
+            )
+        values.append(int(word))
+    return np.array(values, dtype=np.int64)
+
+
+def _json_kind(value: object) -> str:
+    kinds = {dict: "object", str: "string", bool: "boolean", type(None): "null"}
+    return kinds.get(type(value), "number")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _check_lengths(lengths: LengthArray, name: str) -> None:
+    for start, block in iter_blocks(lengths, BLOCK_ENTRIES):
+        bad = np.flatnonzero((block < 0) | (block > np.iinfo(np.int64).max))
+        if bad.size:
+            first = int(bad[0])
+            raise ValueError(
+                f"Entry {start + first} of {name} is {block[first]}; "
+                "document lengths are integers from 0 up, in tokens."
+            )
+
+
+def fingerprint_lengths(lengths: LengthArray) -> str:
+    """Hash an array of lengths: equal values in equal order give equal text, whatever the integer dtype.
+
+    Args:
+        lengths: Lengths in tokens, shape ``(documents,)``, any integer dtype; read in blocks.
+
+    Returns:
+        32 hexadecimal digits (BLAKE2b over the lengths as little-endian int64).
+
+    Example:
+        >>> fingerprint_lengths(np.array([3, 1], dtype=np.int32)) == fingerprint_lengths(np.array([3, 1]))
+        True
+        >>> fingerprint_lengths(np.array([1, 3])) == fingerprint_lengths(np.array([3, 1]))
+        False
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for _, block in iter_blocks(lengths, BLOCK_ENTRIES):
+        digest.update(np.ascontiguousarray(block, dtype="<i8").tobytes())
+    return digest.hexdigest()

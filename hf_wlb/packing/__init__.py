@@ -1,0 +1,26 @@
+"""From lengths to balanced micro-batches: readers, packers, the step planner and its metrics. No torch here."""
+
+from hf_wlb.packing.config import PACKER_NAMES, PackingConfig
+from hf_wlb.packing.metrics import PackingMetrics, PackingReport, measure
+from hf_wlb.packing.planner import StepPlanner, make_packer
+from hf_wlb.packing.reader import ArraySource, DocumentReader, DocumentSource, ReaderCounts
+from hf_wlb.packing.step_time import StepTimeModel
+from hf_wlb.packing.types import Document, MicroBatch, StepPlan
+
+__all__ = [
+    "PACKER_NAMES",
+    "ArraySource",
+    "Document",
+    "DocumentReader",
+    "DocumentSource",
+    "MicroBatch",
+    "PackingConfig",
+    "PackingMetrics",
+    "PackingReport",
+    "ReaderCounts",
+    "StepPlan",
+    "StepPlanner",
+    "StepTimeModel",
+    "make_packer",
+    "measure",
+]

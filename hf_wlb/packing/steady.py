@@ -1,0 +1,150 @@
+"""Our packer and the default: constant tokens per step, outliers released when the step stays balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hf_wlb.packing.base import (
+    Bins,
+    Packer,
+    Replicas,
+    documents_from_state,
+    documents_to_state,
+    longest_first,
+)
+from hf_wlb.packing.config import PackingConfig
+from hf_wlb.packing.fluid import FluidPlan, FluidStep
+from hf_wlb.packing.local_search import level_out
+from hf_wlb.packing.outlier_pool import Draft, OutlierPool
+from hf_wlb.packing.reader import DocumentReader
+from hf_wlb.packing.types import Document
+
+#: A document may have to wait if it alone weighs more than this share of a mean micro-batch.
+HEAVY_SHARE = 0.5
+
+
+class SteadyPacker(Packer):
+    """Deviates from Algorithm 1 (paper, section 4) in three ways.
+
+    * Every step trains the same number of tokens: what outliers bring, new documents leave out.
+    * Outliers leave as soon as the step that takes them stays balanced by the step-time model, see ``OutlierPool``;
+      there are no levels and no thresholds to tune.
+    * No document waits longer than ``max_wait_steps``, and at most ``waiting_limit`` tokens wait at all.
+    """
+
+    name = "steady"
+
+    def __init__(self, config: PackingConfig) -> None:
+        super().__init__(config)
+        self._fluid = FluidStep(config)
+        self._pool = OutlierPool(self._fluid, config.micro_batches)
+        self._remained: list[Document] = []
+        self._credit = 0
+        self._short_tokens = 0  # of documents that need not wait, for their density
+        self._short_work = 0.0
+
+    def next_step(self, reader: DocumentReader, step: int) -> Replicas | None:
+        """See ``Packer.next_step``."""
+        draft = Draft(self._credit + self.config.tokens_per_step)
+        for document in self._remained:
+            draft.add(document)
+        self._release(draft, step)
+        self._read(draft, reader, step)
+        if draft.room > 0:
+            self._pool.take_all(draft)  # the data has ended
+        if not draft.tokens:
+            return None
+        replicas, self._remained = self._place(draft)
+        self._credit = draft.room + sum(document.length for document in self._remained)
+        return replicas
+
+    def _read(self, draft: Draft, reader: DocumentReader, step: int) -> None:
+        every = max(1, self.config.micro_batches // 6)
+        arrivals = 0
+        while draft.room > 0:
+            document = reader.read(step)
+            if document is None:
+                return
+            if self._may_have_to_wait(document):
+                self._pool.add(document)
+                arrivals += 1
+                if arrivals % every == 0:
+                    self._release(draft, step)
+            else:
+                draft.add(document)
+                self._short_tokens += document.length
+                self._short_work += document.workload
+
+    def _release(self, draft: Draft, step: int) -> None:
+        density = self._density
+        if not density or not len(self._pool):
+            return
+        self._pool.take_balanced(draft, density, self.config.max_time_gap)
+        if self._pool.overdue(step, self.config.max_wait_steps):
+            self._pool.take_cheapest(draft, density, oldest=True)
+        if self._pool.tokens > self.config.waiting_limit:
+            self._pool.take_cheapest(draft, density, oldest=False)
+
+    @property
+    def _density(self) -> float:
+        return self._short_work / self._short_tokens if self._short_tokens else 0.0
+
+    def _may_have_to_wait(self, document: Document) -> bool:
+        return document.length >= self.config.least_outlier and document.workload > (
+            HEAVY_SHARE * self._density * self.config.context_length
+        )
+
+    def _place(self, draft: Draft) -> tuple[Replicas, list[Document]]:
+        """Outliers first, each in a micro-batch of its own while there are enough, then the rest, longest first."""
+        solid = self._fluid.solidify(draft.outliers)
+        plan = self._fluid.plan(solid, draft.work, self._density)
+        places, offsets = self._places(plan, len(solid.loads))
+        bins = Bins(self.config.micro_batches, self.config.s_max, offsets)
+        for place, outliers in zip(places, solid.members, strict=True):
+            for document in outliers:
+                bins.add(place, document)
+        placed = {(document.index, document.start) for outliers in solid.members for document in outliers}
+        rest = [document for document in draft.outliers if (document.index, document.start) not in placed]
+        left_over = [d for d in longest_first([*rest, *draft.regular]) if not bins.add_to_least_loaded_with_room(d)]
+        level_out(bins)
+        return self._deal(bins.documents), left_over
+
+    def _deal(self, micro_batches: Sequence[list[Document]]) -> Replicas:
+        """As planned, or dealt anew where that is faster."""
+        model = self.config.step_time
+        candidates = [self.config.step_time.order(self.in_order(micro_batches)), self.arrange(micro_batches)]
+        return min(candidates, key=lambda replicas: model.step_time([[m.workload for m in r] for r in replicas]))
+
+    def _places(self, plan: FluidPlan, count: int) -> tuple[list[int], list[float]]:
+        """Place of every solid micro-batch, and how far below the highest level each place should stay."""
+        size, dp_size = self.config.micro_batches_per_replica, self.config.dp_size
+        highest = max(plan.levels)
+        offsets = [highest - level for level in plan.levels for _ in range(size)]
+        if len(plan.heads) < dp_size:
+            return list(range(count)), offsets
+        places = [replica * size + k for replica, (first, last) in enumerate(plan.heads) for k in range(last - first)]
+        return places, offsets
+
+    @property
+    def waiting(self) -> Iterable[Document]:
+        """Outliers and left-overs."""
+        return [*self._pool, *self._remained]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Packer.state_dict``."""
+        return {
+            "pool": documents_to_state(self._pool),
+            "remained": documents_to_state(self._remained),
+            "credit": self._credit,
+            "short_tokens": self._short_tokens,
+            "short_work": self._short_work,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Packer.load_state_dict``."""
+        self._pool.restore(documents_from_state(state["pool"]))
+        self._remained = documents_from_state(state["remained"])
+        self._credit = int(state["credit"])
+        self._short_tokens = int(state["short_tokens"])
+        self._short_work = float(state["short_work"])

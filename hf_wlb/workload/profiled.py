@@ -1,0 +1,191 @@
+"""A workload model made of measurements on the hardware in use."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hf_wlb.workload.base import (
+    MAX_LENGTH,
+    FloatArray,
+    Lengths,
+    WorkloadModel,
+    check_chunk,
+    check_lengths,
+    is_whole_number,
+)
+from hf_wlb.workload.curves import AttentionCurve, PowerCurve
+from hf_wlb.workload.profile_schema import PROFILE_SCHEMA, Profile, parse_options, parse_profile
+
+
+@dataclass(frozen=True)
+class ProfiledWorkload(WorkloadModel):
+    """W(d) read off a measured profile (file format: ``hf_wlb.workload.profile_schema``).
+
+    Attention is interpolated as ``AttentionCurve`` says. Linear work has one rate: matmuls and element-wise
+    kernels run over the whole micro-batch, so a short document costs its share of it, not what it would cost
+    alone. The rate is read at ``micro_batch_tokens``. Unlike counted pairs, the chunks of a document may cost
+    more together than the document, where short chunks run slower.
+
+    Args:
+        profile: a checked profile, from ``parse_profile``.
+        gradient_checkpointing: whether every layer's forward (not the head's) runs twice.
+        micro_batch_tokens: tokens of a typical micro-batch; ``None`` takes the largest one measured.
+
+    Raises:
+        ValueError: if ``micro_batch_tokens`` is below 1.
+    """
+
+    profile: Profile
+    gradient_checkpointing: bool = False
+    micro_batch_tokens: int | None = None
+
+    schema: ClassVar[str] = PROFILE_SCHEMA
+
+    def __post_init__(self) -> None:
+        tokens = self.micro_batch_tokens
+        if tokens is not None and (not is_whole_number(tokens) or tokens < 1):
+            raise ValueError(f"micro_batch_tokens must be a whole number of at least 1, not {tokens!r}.")
+
+    @cached_property
+    def _attention_curve(self) -> AttentionCurve:
+        q_lens, kv_lens, forward, backward = zip(*self.profile.attention, strict=True)
+        return AttentionCurve(q_lens, kv_lens, self._layer_seconds(forward, backward))
+
+    @cached_property
+    def linear_seconds_per_token(self) -> float:
+        """Forward plus backward of everything but attention, over the whole model."""
+        layers = sum(count for count, _ in self.profile.layers)
+        tokens, forward, backward = zip(*self.profile.linear, strict=True)
+        at = np.array([self.micro_batch_tokens or tokens[-1]], dtype=np.float64)
+        seconds = layers * PowerCurve(tokens, self._layer_seconds(forward, backward))(at)
+        if self.profile.head:
+            tokens, forward, backward = zip(*self.profile.head, strict=True)
+            seconds = seconds + PowerCurve(tokens, [f + b for f, b in zip(forward, backward, strict=True)])(
+                at
+            )
+        return float(seconds[0] / at[0])
+
+    def _layer_seconds(self, forward: tuple[float, ...], backward: tuple[float, ...]) -> list[float]:
+        """Forward plus backward of one layer, for every sample."""
+        forwards = 2 if self.gradient_checkpointing else 1
+        return [forwards * f + b for f, b in zip(forward, backward, strict=True)]
+
+    def _attention(self, q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
+        total = np.zeros(np.broadcast_shapes(q_len.shape, kv_len.shape))
+        for count, window in self.profile.layers:
+            total = total + count * self._attention_curve.seconds(q_len, kv_len, window)
+        return total
+
+    def attention(self, lengths: Lengths) -> Any:
+        """W_a of whole documents; see ``WorkloadModel``."""
+        checked: Any = check_lengths(lengths)
+        tokens = np.asarray(checked, dtype=np.float64)
+        seconds = self._attention(tokens, tokens)
+        return float(seconds) if isinstance(checked, int) else seconds
+
+    def linear(self, lengths: Lengths) -> Any:
+        """W_l of whole documents; see ``WorkloadModel``."""
+        checked: Any = check_lengths(lengths)
+        return checked * self.linear_seconds_per_token
+
+    def chunk(self, q_len: Lengths, kv_len: Lengths) -> Any:
+        """W of a chunk; see ``WorkloadModel``."""
+        queries: Any
+        keys: Any
+        queries, keys = check_chunk(q_len, kv_len)
+        seconds = self._attention(np.asarray(queries, dtype=np.float64), np.asarray(keys, dtype=np.float64))
+        total = seconds + queries * self.linear_seconds_per_token
+        return float(total) if isinstance(queries, int) and isinstance(keys, int) else total
+
+    @cached_property
+    def crossover_length(self) -> float:
+        """Length from which on attention outweighs linear work, to a millionth of a token; ``inf`` if none.
+
+        Where short documents are slow the two may be equal more than once; this is the last such length.
+        """
+        grid = np.exp2(np.linspace(0, math.log2(MAX_LENGTH), 500))
+        heavier = self._attention(grid, grid) >= grid * self.linear_seconds_per_token
+        if not heavier[-1]:
+            return math.inf
+        if heavier.all():
+            return 0.0
+        last = int(np.flatnonzero(~heavier)[-1])
+        low, high = float(grid[last]), float(grid[last + 1])
+        for _ in range(64):
+            middle = np.asarray((low + high) / 2)
+            if self._attention(middle, middle) >= middle * self.linear_seconds_per_token:
+                high = float(middle)
+            else:
+                low = float(middle)
+        return round(high, 6)
+
+    def collective_seconds(self, operation: str, group_size: int, size_bytes: int) -> float:
+        """Seconds of a collective; below the smallest measured size its time, above the largest its rate.
+
+        Raises:
+            ValueError: if the profile holds no sample of that operation and group size.
+        """
+        samples = [
+            (size, s)
+            for op, group, size, s in self.profile.collectives
+            if (op, group) == (operation, group_size)
+        ]
+        if not samples:
+            known = sorted({f"{op} over {group}" for op, group, *_ in self.profile.collectives})
+            raise ValueError(
+                f"The profile holds no time of {operation} over {group_size} ranks; it holds "
+                f"{', '.join(known) if known else 'no collectives at all'}."
+            )
+        sizes, seconds = zip(*samples, strict=True)
+        return float(PowerCurve(sizes, seconds)(np.array([max(size_bytes, sizes[0])], dtype=np.float64))[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile's JSON object, with how it is read; see ``WorkloadModel``."""
+        data = self.profile.to_dict()
+        data["gradient_checkpointing"] = self.gradient_checkpointing
+        data["micro_batch_tokens"] = self.micro_batch_tokens
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "The profile") -> ProfiledWorkload:
+        """Check a profile's JSON object and build the model; ``where`` is how errors call it.
+
+        Raises:
+            ValueError: see ``parse_profile``.
+        """
+        profile = parse_profile(data, where)
+        return cls(profile, **parse_options(data, where))
+
+    @classmethod
+    def load(cls, path: str | Path) -> ProfiledWorkload:
+        """Read a profile file.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it is no JSON, or see ``parse_profile``.
+        """
+        return cls.from_dict(read_json(path, "profile"), f"The profile {path}")
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """Read a JSON file; ``what`` is how errors call it.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is no JSON.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no {what} file {path}.")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"The {what} {path} is no JSON file: {error}.") from error

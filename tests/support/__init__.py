@@ -1,0 +1,1 @@
+"""What tests share: the spawn helper and, beside it, oracles and tolerances."""

@@ -92,16 +92,12 @@ def load_documents(
     """
     if source is None:
         if split != "train":
-            raise ValueError(
-                f"The built-in documents have only the split 'train'; split={split!r} was given."
-            )
+            raise ValueError(f"The built-in documents have only the split 'train'; split={split!r} was given.")
         built_in = datasets.Dataset.from_dict({"text": standard_library_documents()})
         return built_in.to_iterable_dataset() if streaming else built_in
     name = os.fspath(source)
     if not name.strip():
-        raise ValueError(
-            f"The source of the documents is empty; give {_FORMATS}, a folder or a dataset's name."
-        )
+        raise ValueError(f"The source of the documents is empty; give {_FORMATS}, a folder or a dataset's name.")
     path = Path(name).expanduser()
     try:
         if path.is_file():
@@ -199,8 +195,7 @@ def _load_named(name: str, split: str, config_name: str | None, streaming: bool)
     looks_local = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or _builder_of(Path(name))
     if looks_local or not name.strip():
         raise FileNotFoundError(
-            f"There is no file or folder {name!r}. Give {_FORMATS}, a folder of such files, or the name of a "
-            "dataset."
+            f"There is no file or folder {name!r}. Give {_FORMATS}, a folder of such files, or the name of a dataset."
         )
     try:
         return datasets.load_dataset(name, name=config_name, split=split, streaming=streaming)

@@ -87,16 +87,18 @@ def tokenize_documents(
             says how many and which is the first.
     """
     if text_column not in dataset.column_names:
-        raise ValueError(
-            f"The dataset has no column {text_column!r}; its columns are {sorted(dataset.column_names)}."
-        )
+        raise ValueError(f"The dataset has no column {text_column!r}; its columns are {sorted(dataset.column_names)}.")
     eos_id = tokenizer.eos_token_id if append_eos else None
     if append_eos and eos_id is None:
         raise ValueError("This tokenizer has no eos_token to append; give it one or pass append_eos=False.")
     # Also settles the padding and truncation state of a fast tokenizer, which the first call changes and
     # which would otherwise change the cache key from one run to the next.
     added = len(tokenizer("")["input_ids"])
-    features = {"input_ids": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")}
+    features = datasets.Features(
+        {"input_ids": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")}
+    )
+    if not len(dataset):  # map would keep the columns of a dataset without rows
+        return datasets.Dataset.from_dict({"input_ids": [], "length": []}, features=features)
     tokenized = dataset.map(
         _tokenize_rows,
         batched=True,
@@ -104,7 +106,7 @@ def tokenize_documents(
         fn_kwargs={"tokenizer": tokenizer, "column": text_column, "eos_id": eos_id, "added": added},
         num_proc=num_proc,
         remove_columns=dataset.column_names,
-        features=datasets.Features(features),
+        features=features,
         desc="Tokenising",
     )
     lengths = np.asarray(tokenized.with_format("numpy")["length"][:], dtype=np.int64)

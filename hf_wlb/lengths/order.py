@@ -142,6 +142,5 @@ def _checked_size(n: int) -> int:
 def _check_range(start: int, stop: int, n: int) -> None:
     if not 0 <= start <= stop <= n:
         raise ValueError(
-            f"Places {start} to {stop} were asked of an order of {n} documents; "
-            f"give 0 <= start <= stop <= {n}."
+            f"Places {start} to {stop} were asked of an order of {n} documents; give 0 <= start <= stop <= {n}."
         )

@@ -73,14 +73,12 @@ def _parse_json(text: str, name: str) -> IntArray:
         raise ValueError(f"{name} is not valid JSON ({error}). Give a list of integers.") from error
     if not isinstance(content, list):
         raise ValueError(
-            f"{name} holds a JSON {_json_kind(content)}; "
-            "document lengths are a list of integers, such as [812, 95]."
+            f"{name} holds a JSON {_json_kind(content)}; document lengths are a list of integers, such as [812, 95]."
         )
     for index, value in enumerate(content):
         if type(value) is not int or not 0 <= value < 2**63:
             raise ValueError(
-                f"Entry {index} of {name} is {_short(value)}; "
-                "document lengths are integers from 0 up, in tokens."
+                f"Entry {index} of {name} is {_short(value)}; document lengths are integers from 0 up, in tokens."
             )
     return np.array(content, dtype=np.int64)
 

@@ -5,6 +5,8 @@ from hf_wlb.packing.metrics import PackingMetrics, PackingReport, measure
 from hf_wlb.packing.planner import StepPlanner, make_packer
 from hf_wlb.packing.reader import ArraySource, DocumentReader, DocumentSource, ReaderCounts
 from hf_wlb.packing.step_time import StepTimeModel
+from hf_wlb.packing.tuning import length_stream, tune
+from hf_wlb.packing.tuning_result import TuningPoint, TuningResult
 from hf_wlb.packing.types import Document, MicroBatch, StepPlan
 
 __all__ = [
@@ -21,6 +23,10 @@ __all__ = [
     "StepPlan",
     "StepPlanner",
     "StepTimeModel",
+    "TuningPoint",
+    "TuningResult",
+    "length_stream",
     "make_packer",
     "measure",
+    "tune",
 ]

@@ -62,15 +62,18 @@ class Packer(ABC):
 class TokenBudget:
     """Reads whole documents so that the tokens read are ``tokens_per_read`` on average, never drifting.
 
-    What the last document exceeds the budget by is taken from the next one.
+    What the last document exceeds the budget by is taken from the next one. Nothing is read while a whole budget's
+    worth is left over from before: data that packs badly would otherwise pile up without end.
     """
 
     def __init__(self, tokens_per_read: int) -> None:
         self._tokens_per_read = tokens_per_read
         self.credit = 0
 
-    def read(self, reader: DocumentReader, step: int) -> list[Document]:
-        """Reads one budget's worth."""
+    def read(self, reader: DocumentReader, step: int, left_over: Sequence[Document] = ()) -> list[Document]:
+        """Reads one budget's worth, unless ``left_over`` holds as much."""
+        if sum(document.length for document in left_over) >= self._tokens_per_read:
+            return []
         self.credit += self._tokens_per_read
         documents = []
         while self.credit > 0:

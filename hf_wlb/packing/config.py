@@ -92,7 +92,10 @@ class PackingConfig:
             f"max_waiting_contexts must be positive or None, got {self.max_waiting_contexts}",
         )
         _require(self.solver_seconds > 0, f"solver_seconds must be positive, got {self.solver_seconds}")
-        _require(self.outlier_tokens is None or self.outlier_tokens >= 1, "outlier_tokens must be at least 1")
+        _require(
+            self.outlier_tokens is None or self.outlier_tokens >= 1,
+            f"outlier_tokens must be at least 1 or None, got {self.outlier_tokens}",
+        )
         if self.thresholds is not None:
             object.__setattr__(self, "thresholds", tuple(int(t) for t in self.thresholds))
             _check_thresholds(self.thresholds)

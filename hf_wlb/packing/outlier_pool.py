@@ -15,10 +15,18 @@ from itertools import accumulate
 from hf_wlb.packing.fluid import FluidStep
 from hf_wlb.packing.types import Document
 
+#: With replicas to deal to, so many micro-batches of windows are tried for the cheapest; beyond, every n-th window.
+WINDOW_WORK = 1 << 13
+
 
 def heaviest_first(document: Document) -> tuple[float, int, int]:
     """Sort key: workload descending, ties in data set order."""
     return (-document.workload, document.index, document.start)
+
+
+def oldest_first(document: Document) -> tuple[int, int, int, int]:
+    """Sort key: arrival, then length descending, ties in data set order."""
+    return (document.arrived, -document.length, document.index, document.start)
 
 
 @dataclass
@@ -43,6 +51,11 @@ class Draft:
     def room(self) -> int:
         """Tokens still to come."""
         return self.budget - self.tokens
+
+    @property
+    def documents(self) -> list[Document]:
+        """All of them."""
+        return [*self.outliers, *self.regular]
 
     def add(self, document: Document) -> None:
         """Adds a document that need not wait."""
@@ -119,7 +132,7 @@ class OutlierPool:
 
         def balanced(first: int) -> bool:
             last = last_of(first)
-            if last == first:
+            if last <= first:
                 return False
             mean = (draft.work + density * draft.room + excess[last] - excess[first]) / self._micro_batches
             if self._fluid.least_gap(self._documents[first].workload, mean) > max_gap:
@@ -146,9 +159,11 @@ class OutlierPool:
         sums = [0, *accumulate(document.length for document in documents)]
         must = min(range(len(documents)), key=lambda i: (documents[i].arrived, documents[i].index), default=0)
         best: tuple[float, int, int] | None = None
-        for first in range(must + 1 if oldest else len(documents)):
+        count = must + 1 if oldest else len(documents)
+        every = 1 if self._fluid.quick else 1 + count * self._micro_batches // WINDOW_WORK
+        for first in range(count - 1, -1, -every)[::-1]:  # the last one always
             last = min(bisect_right(sums, sums[first] + draft.room, first) - 1, first + self._micro_batches)
-            if last == first or (oldest and last <= must):
+            if last <= first or (oldest and last <= must):  # last < first: no room at all
                 continue
             cost = self._gap(draft, documents[first:last], density) / (sums[last] - sums[first])
             if best is None or cost < best[0]:
@@ -158,6 +173,30 @@ class OutlierPool:
         taken = self._remove(*best[1:])
         draft.let_go(taken)
         return taken
+
+    @property
+    def lightest(self) -> Document | None:
+        """The document of least workload."""
+        return self._documents[-1] if self._documents else None
+
+    def take_oldest(self, draft: Draft, arrived: int, tokens: int) -> None:
+        """Removes what arrived in step ``arrived`` or before, oldest first, up to ``tokens``, room or not."""
+        ages = sorted((d for d in self._documents if d.arrived <= arrived), key=oldest_first)
+        taken = []
+        for document in ages:
+            tokens -= document.length
+            if tokens < 0:
+                break
+            taken.append(document)
+        for document in taken:
+            place = bisect_left(self._documents, heaviest_first(document), key=heaviest_first)
+            self._remove(place, place + 1)
+        draft.let_go(taken)
+
+    def take_one(self, draft: Draft) -> None:
+        """Removes the document that has waited longest, room or not."""
+        oldest = min(self._documents, key=oldest_first)
+        self.take_oldest(draft, oldest.arrived, oldest.length)
 
     def take_all(self, draft: Draft) -> list[Document]:
         """Removes as many as the budget holds, heaviest first, at least one if the step is empty."""

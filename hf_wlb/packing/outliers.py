@@ -40,6 +40,11 @@ class OutlierQueue:
         self._levels[level].append(document)
         return True
 
+    @property
+    def has_full_level(self) -> bool:
+        """Whether ``pop_full_levels`` would give something."""
+        return any(len(level) >= self._release for level in self._levels)
+
     def pop_full_levels(self) -> list[Document]:
         """One document per micro-batch from every level that has enough of them."""
         released = []

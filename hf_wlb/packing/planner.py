@@ -130,6 +130,11 @@ def check_planner_state(
             f"this planner state has schema {schema!r}, but this version of hf_wlb reads {STATE_SCHEMA!r}; "
             "resume with the version that wrote it, or start a new pass over the data"
         )
+    missing = [key for key in ("config", "workload", "source", "step", "reader", "packer") if key not in state]
+    if missing:
+        raise ValueError(
+            f"this planner state is incomplete: it lacks {', '.join(missing)}; pass all of what state_dict() gave"
+        )
     if state["source"] != source.fingerprint:
         raise ValueError(
             "this planner state belongs to another data set, or to the same documents in another order or of other "

@@ -161,7 +161,8 @@ class DocumentReader:
 
     def _load_block(self) -> bool:
         indices, lengths = self.source.block(self._position, self._position + self.source.block_size)
-        workloads = self._workload.document(lengths)
+        # Negative lengths are refused, and long ones cut or refused, when their turn comes.
+        workloads = self._workload.document(np.clip(lengths, 0, self._max))
         self._block = list(zip(indices.tolist(), lengths.tolist(), np.asarray(workloads).tolist(), strict=True))
         self._block_start = self._position
         return bool(self._block)
@@ -192,7 +193,10 @@ class DocumentReader:
 
     def _refuse_empty(self, index: int, length: int) -> None:
         if length < 0:
-            raise ValueError(f"document {index} has a negative length ({length})")
+            raise ValueError(
+                f"document {index} has a negative length ({length}); lengths are numbers of tokens, 1 or more. "
+                "Check how the lengths were counted or stored."
+            )
         if self._empty == "error":
             raise ValueError(
                 f"document {index} has no tokens. Remove empty documents beforehand "

@@ -40,7 +40,7 @@ class WindowedPacker(Packer):
     def next_step(self, reader: DocumentReader, step: int) -> Replicas | None:
         """See ``Packer.next_step``."""
         if not self._planned:
-            documents = [*self._remained, *longest_first(self._budget.read(reader, step))]
+            documents = [*self._remained, *longest_first(self._budget.read(reader, step, self._remained))]
             if not documents:
                 return None
             micro_batches, self._remained = self.pack_window(documents)
@@ -99,10 +99,16 @@ def pack_greedily(documents: list[Document], config: PackingConfig) -> tuple[lis
     rooms = [config.context_length] * count
     loads = [(0, place) for place in range(count)]  # sum d^2, a heap
     left_over = []
+    full: list[tuple[int, int]] = []  # taken out of the heap for want of room
+    full_room = -1  # the most room that any of them has
     for document in documents:
-        passed_over = []  # less loaded, but without room
+        if full_room >= document.length:
+            for entry in full:
+                heappush(loads, entry)
+            full, full_room = [], -1
         while loads and rooms[loads[0][1]] < document.length:
-            passed_over.append(heappop(loads))
+            full.append(heappop(loads))
+            full_room = max(full_room, rooms[full[-1][1]])
         if loads:
             load, place = loads[0]
             heapreplace(loads, (load + document.length**2, place))
@@ -110,6 +116,4 @@ def pack_greedily(documents: list[Document], config: PackingConfig) -> tuple[lis
             rooms[place] -= document.length
         else:
             left_over.append(document)
-        for entry in passed_over:
-            heappush(loads, entry)
     return micro_batches, left_over

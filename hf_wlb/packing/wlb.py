@@ -28,7 +28,8 @@ class WlbPacker(Packer):
 
     * A document that fills a micro-batch to exactly S_max is placed (the paper's ``<`` would let it starve).
     * At the end of the data queues and left-overs are flushed, over as many steps as they need.
-    * New documents are read by a token budget that does not drift.
+    * New documents are read by a token budget that does not drift. None are read while a step's worth is left over,
+      or a level still holds enough for another release: on data full of outliers the queue would grow without end.
     """
 
     name = "wlb"
@@ -52,7 +53,8 @@ class WlbPacker(Packer):
         return self.arrange(bins.documents)
 
     def _new_documents(self, reader: DocumentReader, step: int) -> list[Document]:
-        new = [document for document in self._budget.read(reader, step) if not self._queue.add(document)]
+        read = [] if self._queue.has_full_level else self._budget.read(reader, step, self._remained)
+        new = [document for document in read if not self._queue.add(document)]
         return new + (self._queue.pop_all() if reader.exhausted else self._queue.pop_full_levels())
 
     @property

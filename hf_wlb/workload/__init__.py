@@ -51,6 +51,5 @@ def load_workload(source: str | Path | Mapping[str, Any]) -> WorkloadModel:
     if schema == AnalyticWorkload.schema:
         return AnalyticWorkload.from_dict(data, where)
     raise ValueError(
-        f"{where} is of schema {schema!r}; known are {AnalyticWorkload.schema!r} and "
-        f"{ProfiledWorkload.schema!r}."
+        f"{where} is of schema {schema!r}; known are {AnalyticWorkload.schema!r} and {ProfiledWorkload.schema!r}."
     )

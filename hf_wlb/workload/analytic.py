@@ -145,8 +145,7 @@ class AnalyticWorkload(WorkloadModel):
         flops_per_token = 2 * (layer_weights * (forwards + 2) + count.head_weights * 3)
         linear = flops_per_token / (figures.matmul_flops_per_second * tp_size)
         seconds_per_flop = (
-            forwards / figures.attention_flops_per_second
-            + ATTENTION_BACKWARD_FLOPS / figures.attention_backward_rate
+            forwards / figures.attention_flops_per_second + ATTENTION_BACKWARD_FLOPS / figures.attention_backward_rate
         )
         rates: dict[int | None, float] = {}
         for layer in count.layers:
@@ -239,9 +238,7 @@ class AnalyticWorkload(WorkloadModel):
             TypeError, ValueError: for another schema, a missing or an unknown key, or a value out of range.
         """
         if data.get("schema") != cls.schema:
-            raise ValueError(
-                f"{where} must be of schema {cls.schema!r}, but it is of {data.get('schema')!r}."
-            )
+            raise ValueError(f"{where} must be of schema {cls.schema!r}, but it is of {data.get('schema')!r}.")
         keys = {field.name for field in fields(cls)}
         given = set(data) - {"schema"}
         if given != keys:

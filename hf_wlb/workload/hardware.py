@@ -38,9 +38,7 @@ class HardwareFigures:
         }
         for key, rate in rates.items():
             if not (math.isfinite(rate) and rate > 0):
-                raise ValueError(
-                    f"{key} of {self.name!r} must be above 0 and finite, but {rate!r} was given."
-                )
+                raise ValueError(f"{key} of {self.name!r} must be above 0 and finite, but {rate!r} was given.")
         overhead = self.linear_overhead_seconds_per_token
         if not (math.isfinite(overhead) and overhead >= 0):
             raise ValueError(

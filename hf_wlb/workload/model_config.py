@@ -28,9 +28,7 @@ PLAIN_MLP_FAMILIES = frozenset([
 # Their configs have no num_key_value_heads: every head has keys and values of its own.
 _MULTI_HEAD_FAMILIES = frozenset({"gpt2", "gpt_neox"})
 # Their configs have no layer_types: a sliding_window holds in every layer.
-_UNIFORM_WINDOW_FAMILIES = frozenset(
-    {"ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}
-)
+_UNIFORM_WINDOW_FAMILIES = frozenset({"ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
 
 _MISSING = object()
 
@@ -159,9 +157,7 @@ def _attention_weights(read: ConfigReader, hidden: int, heads: int) -> LayerCoun
             head_dim = hidden // heads
         multi_head = getattr(read.config, "model_type", None) in _MULTI_HEAD_FAMILIES
         kv_heads = heads if multi_head else read.count("num_key_value_heads")
-        return LayerCount(
-            2 * hidden * head_dim * (heads + kv_heads), heads * head_dim, heads * head_dim, None
-        )
+        return LayerCount(2 * hidden * head_dim * (heads + kv_heads), heads * head_dim, heads * head_dim, None)
     qk_dim = read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim")
     v_dim = read.count("v_head_dim")
     q_rank = read.count("q_lora_rank", default=None)

@@ -106,9 +106,7 @@ def parse_profile(data: Any, where: str = "The profile") -> Profile:
         if key not in metadata:
             raise ValueError(f"metadata of {_lower(where)} lacks {key!r}.")
         if not isinstance(metadata[key], kind):
-            raise ValueError(
-                f"metadata {key!r} of {_lower(where)} must be {name}, but it is {_kind(metadata[key])}."
-            )
+            raise ValueError(f"metadata {key!r} of {_lower(where)} must be {name}, but it is {_kind(metadata[key])}.")
     sections = {name: _parse_section(data, name, where) for name in SECTIONS}
     profile = Profile(dict(metadata), _parse_layers(data, where), **sections)
     for index, (q_len, kv_len, *_) in enumerate(profile.attention):
@@ -118,9 +116,7 @@ def parse_profile(data: Any, where: str = "The profile") -> Profile:
                 f"a chunk's queries are the last tokens of its kv_len keys."
             )
     if not any(q_len == kv_len for q_len, kv_len, *_ in profile.attention):
-        raise ValueError(
-            f"attention of {_lower(where)} holds no whole document (q_len equal to kv_len); measure one."
-        )
+        raise ValueError(f"attention of {_lower(where)} holds no whole document (q_len equal to kv_len); measure one.")
     return profile
 
 
@@ -179,9 +175,7 @@ def parse_options(data: Mapping[str, Any], where: str = "The profile") -> dict[s
     options = {key: data[key] for key in ("gradient_checkpointing", "micro_batch_tokens") if key in data}
     if not isinstance(options.get("gradient_checkpointing", False), bool):
         kind = _kind(options["gradient_checkpointing"])
-        raise ValueError(
-            f"gradient_checkpointing of {_lower(where)} must be true or false, but it is {kind}."
-        )
+        raise ValueError(f"gradient_checkpointing of {_lower(where)} must be true or false, but it is {kind}.")
     if options.get("micro_batch_tokens") is not None:
         _check_whole(options["micro_batch_tokens"], "micro_batch_tokens", _lower(where))
     return options

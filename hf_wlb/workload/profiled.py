@@ -68,9 +68,7 @@ class ProfiledWorkload(WorkloadModel):
         seconds = layers * PowerCurve(tokens, self._layer_seconds(forward, backward))(at)
         if self.profile.head:
             tokens, forward, backward = zip(*self.profile.head, strict=True)
-            seconds = seconds + PowerCurve(tokens, [f + b for f, b in zip(forward, backward, strict=True)])(
-                at
-            )
+            seconds = seconds + PowerCurve(tokens, [f + b for f, b in zip(forward, backward, strict=True)])(at)
         return float(seconds[0] / at[0])
 
     def _layer_seconds(self, forward: tuple[float, ...], backward: tuple[float, ...]) -> list[float]:
@@ -134,9 +132,7 @@ class ProfiledWorkload(WorkloadModel):
             ValueError: if the profile holds no sample of that operation and group size.
         """
         samples = [
-            (size, s)
-            for op, group, size, s in self.profile.collectives
-            if (op, group) == (operation, group_size)
+            (size, s) for op, group, size, s in self.profile.collectives if (op, group) == (operation, group_size)
         ]
         if not samples:
             known = sorted({f"{op} over {group}" for op, group, *_ in self.profile.collectives})

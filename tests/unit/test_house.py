@@ -40,8 +40,7 @@ def long_functions(root: Path) -> list[str]:
                 count = (node.end_lineno or node.lineno) - first + 1
                 if count > MOST_LINES_PER_FUNCTION:
                     offences.append(
-                        f"{place(path, node, root)}: {node.name} has {count} lines, "
-                        f"more than {MOST_LINES_PER_FUNCTION}"
+                        f"{place(path, node, root)}: {node.name} has {count} lines, more than {MOST_LINES_PER_FUNCTION}"
                     )
     return offences
 
@@ -82,9 +81,7 @@ def line_length_conflicts(root: Path) -> list[str]:
     return [] if ruff == pycodestyle else [f"ruff allows {ruff} columns, pycodestyle {pycodestyle}"]
 
 
-@pytest.mark.parametrize(
-    "check", [long_files, long_functions, stubs, version_conflicts, line_length_conflicts]
-)
+@pytest.mark.parametrize("check", [long_files, long_functions, stubs, version_conflicts, line_length_conflicts])
 def test_the_repository_keeps_the_rule(check) -> None:
     assert check(REPOSITORY) == []
 

@@ -273,9 +273,7 @@ def test_experts_by_hand():
 
 
 def test_presets_state_a_crossover():
-    crossover = {
-        name: AnalyticWorkload.from_config(llama_2_7b(), name).crossover_length for name in HARDWARE_PRESETS
-    }
+    crossover = {name: AnalyticWorkload.from_config(llama_2_7b(), name).crossover_length for name in HARDWARE_PRESETS}
     assert set(crossover) == {"h100", "h100-flash-attn-4", "cpu"}
     assert 15_000 < crossover["h100"] < 25_000 < crossover["h100-flash-attn-4"] < 45_000
 

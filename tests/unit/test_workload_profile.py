@@ -170,8 +170,7 @@ def profiles(draw):
     documents = draw(st.sets(st.integers(1, 3000), min_size=1, max_size=6))
     pairs = {(d, d) for d in documents}
     pairs |= {
-        (q, q + more)
-        for q, more in draw(st.sets(st.tuples(st.integers(1, 900), st.integers(1, 5000)), max_size=6))
+        (q, q + more) for q, more in draw(st.sets(st.tuples(st.integers(1, 900), st.integers(1, 5000)), max_size=6))
     }
     profile["attention"] = [attention(q, kv, draw(SECONDS), draw(SECONDS)) for q, kv in sorted(pairs)]
     windows = draw(st.lists(st.none() | st.integers(1, 4000), min_size=1, max_size=3, unique=True))

@@ -1,0 +1,102 @@
+"""The trainer's book-keeping: exact evaluation losses, the planner's figures between two logs, its saved state."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any, ClassVar
+
+import torch
+
+PLANNER_STATE_NAME = "planner_state.json"
+
+
+class TokenMean:
+    """Mean over tokens of losses that come as means over ever different numbers of tokens.
+
+    >>> mean = TokenMean()
+    >>> mean.add(torch.tensor(1.0), 10)
+    >>> mean.add(torch.tensor(0.9), 1000)
+    >>> round(mean.value(), 3)
+    0.901
+    """
+
+    def __init__(self) -> None:
+        self.loss_sum = 0.0
+        self.tokens = 0
+
+    def add(self, mean_loss: torch.Tensor, tokens: int) -> None:
+        """Takes the mean loss of ``tokens`` tokens in."""
+        self.loss_sum += float(mean_loss) * tokens
+        self.tokens += tokens
+
+    def value(self) -> float:
+        """The mean; nan without any token."""
+        return self.loss_sum / self.tokens if self.tokens else float("nan")
+
+
+class LogWindow:
+    """The planner's figures since the last log: means, and tokens per second of wall-clock time."""
+
+    _NAMES: ClassVar[dict[str, str]] = {
+        "imbalance": "imbalance",
+        "time_gap": "time_gap",
+        "delay": "delay",
+        "tokens": "tokens_per_step",
+        "waiting_contexts": "waiting_contexts",
+    }
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, float]] = []
+        self._since = time.perf_counter()
+
+    def add(self, step: dict[str, float]) -> None:
+        """Takes one step's figures in, see ``PackingMetrics.observe``."""
+        self._rows.append(step)
+
+    def leave_out(self, seconds: float) -> None:
+        """Leaves an evaluation that took so long out of the tokens per second; the steps before it still count."""
+        self._since += seconds
+
+    def means(self) -> dict[str, float]:
+        """What goes into the log; empty without steps."""
+        if not self._rows:
+            return {}
+        means = {label: sum(row[name] for row in self._rows) / len(self._rows) for name, label in self._NAMES.items()}
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        return {**means, "tokens_per_second": sum(row["tokens"] for row in self._rows) / seconds}
+
+
+def save_planner_state(checkpoint: str, step: int, data: dict[str, Any]) -> None:
+    """Writes the state of the training data, as of an optimizer step, into a checkpoint."""
+    with open(os.path.join(checkpoint, PLANNER_STATE_NAME), "w", encoding="utf-8") as file:
+        json.dump({"global_step": step, "data": data}, file)
+
+
+def read_planner_state(checkpoint: str, step: int) -> dict[str, Any]:
+    """Reads that state back.
+
+    Raises:
+        ValueError: If there is none, it cannot be read, or it is of another step than the checkpoint's ``step``.
+    """
+    path = os.path.join(checkpoint, PLANNER_STATE_NAME)
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"{checkpoint} holds no {PLANNER_STATE_NAME}, so it is not known which documents were trained. Resume "
+            "from a checkpoint that WLBTrainer wrote, or set ignore_data_skip=True to start the data anew."
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            state = json.load(file)
+        written, data = int(state["global_step"]), dict(state["data"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}): the checkpoint is damaged. Resume from another "
+            "one, or set ignore_data_skip=True to start the data anew."
+        ) from error
+    if written != step:
+        raise ValueError(
+            f"{path} was written at step {written} but the checkpoint is of step {step}: the checkpoint is damaged"
+        )
+    return data

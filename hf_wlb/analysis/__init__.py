@@ -1,0 +1,27 @@
+"""What packing would bring for given data: every packer on the same documents, and recommended settings."""
+
+from hf_wlb.analysis.comparison import (
+    Analysis,
+    CaseResult,
+    PackerCase,
+    analyze,
+    bar_label,
+    equal_documents,
+    run_case,
+    standard_cases,
+)
+from hf_wlb.analysis.inputs import LengthSource, choose_workload, read_lengths
+
+__all__ = [
+    "Analysis",
+    "CaseResult",
+    "LengthSource",
+    "PackerCase",
+    "analyze",
+    "bar_label",
+    "choose_workload",
+    "equal_documents",
+    "read_lengths",
+    "run_case",
+    "standard_cases",
+]

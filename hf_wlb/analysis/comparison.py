@@ -1,0 +1,389 @@
+"""Runs packers over the same documents in the same order and says what each is worth.
+
+Packers read at different speeds: in the same number of steps one has trained more documents than another, or lighter
+ones. Every packer here therefore gets exactly the same documents and must train all of them, those included that it
+holds back until the data end (flush). Two kinds of figures come out:
+
+* of the regular steps, before the data ended: imbalance, delay, waiting, variation of tokens (``PackingReport``);
+* of the whole set: the modelled time that training all of it takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hf_wlb.lengths import IntArray, LengthArray, LengthSummary, length_summary
+from hf_wlb.packing import (
+    ArraySource,
+    Document,
+    PackingConfig,
+    PackingMetrics,
+    PackingReport,
+    StepPlan,
+    StepPlanner,
+    TuningResult,
+    length_stream,
+)
+from hf_wlb.workload import WorkloadModel
+
+#: Most 0-1 variables (documents x micro-batches of a window) for which the solver is tried.
+SOLVER_VARIABLES = 20_000
+
+PlanObserver = Callable[[StepPlan], None]
+
+
+@dataclass(frozen=True)
+class PackerCase:
+    """A packer with its settings.
+
+    Attributes:
+        label: What tables call it.
+        config: Its settings.
+        steps: Steps' worth of documents it gets if not as many as the others (the solver is slow); None for all.
+    """
+
+    label: str
+    config: PackingConfig
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What a packer did with a set of documents. Times are in the workload model's units.
+
+    Attributes:
+        label: Name of the case.
+        config: Its settings.
+        report: Figures of the regular steps; its ``delay`` includes the documents that waited when the data ended, at
+            their age then, and its ``delay_worst`` every document of the set.
+        subset: The documents were only the first ``steps`` steps' worth of the others' set.
+        total_steps: Steps that the whole set took, flush included.
+        total_tokens: Tokens trained in them.
+        total_time: Modelled time of them.
+        time_over_perfect: ``total_time`` over the time that the same documents, uncut, would take in perfect balance.
+            Below the truth for a packer that cuts documents, because it does less attention: see ``work_share``.
+        work_share: Workload trained over that of the uncut documents; below 1 where documents are cut.
+        plan_ms_mean: Mean planning time per step in milliseconds; like the report's, processor time, so that other work
+            on the machine does not count.
+    """
+
+    label: str
+    config: PackingConfig
+    report: PackingReport
+    subset: bool
+    total_steps: int
+    total_tokens: int
+    total_time: float
+    time_over_perfect: float
+    work_share: float
+    plan_ms_mean: float
+
+    @property
+    def time_over_own_work(self) -> float:
+        """``total_time`` over perfect balance of the work that was done: comparable where documents are cut."""
+        return self.time_over_perfect / self.work_share if self.work_share else 1.0
+
+    @property
+    def time_per_token(self) -> float:
+        """Modelled time of the whole set per token."""
+        return self.total_time / self.total_tokens if self.total_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "label": self.label,
+            "config": self.config.to_dict(),
+            "regular_steps": self.report.to_dict(),
+            "subset": self.subset,
+            "equal_set": {
+                "steps": self.total_steps,
+                "tokens": self.total_tokens,
+                "time": self.total_time,
+                "time_per_token": self.time_per_token,
+                "time_over_perfect": self.time_over_perfect,
+                "time_over_own_work": self.time_over_own_work,
+                "work_share": self.work_share,
+            },
+            "plan_ms_mean": self.plan_ms_mean,
+        }
+
+
+def equal_documents(
+    lengths: LengthArray, config: PackingConfig, steps: int, seed: int = 0, *, stored_order: bool = False
+) -> IntArray:
+    """The documents that all packers get: as many as make up ``steps`` steps of ``config.tokens_per_step`` tokens.
+
+    Args:
+        lengths: The data, shape [documents]; where they do not suffice they are read again in another order.
+        config: For the tokens of a step.
+        steps: Steps wanted.
+        seed: Of the order.
+        stored_order: Read the first pass as stored instead of in random order.
+
+    Raises:
+        ValueError: ``steps`` is below 1, or there is no document with tokens.
+    """
+    if steps < 1:
+        raise ValueError(f"at least 1 step is needed to compare packers, got {steps}")
+    return length_stream(lengths, steps * config.tokens_per_step, seed, first_pass_stored=stored_order)
+
+
+def run_case(
+    case: PackerCase, documents: IntArray, workload: WorkloadModel, on_plan: PlanObserver | None = None
+) -> CaseResult:
+    """Plans all of ``documents`` to the end.
+
+    Args:
+        case: The packer.
+        documents: Lengths in reading order; for a case with ``steps`` only the first of them are used.
+        workload: What a document costs.
+        on_plan: Gets every step's plan.
+
+    Raises:
+        ValueError: As the planner does, for documents that it must not take.
+    """
+    if case.steps is not None:
+        documents = equal_documents(documents, case.config, case.steps, stored_order=True)
+    run = _Run(case.config)
+    planner = StepPlanner(ArraySource(documents), workload, case.config)
+    while True:
+        start = time.process_time()
+        plan = next(planner, None)
+        seconds = time.process_time() - start
+        if plan is None:
+            break
+        run.observe(plan, planner.waiting, seconds)
+        if on_plan is not None:
+            on_plan(plan)
+    whole = float(np.sum(workload.document(documents)))
+    slots = case.config.micro_batches_per_replica + case.config.pp_size - 1
+    perfect = whole / case.config.micro_batches * slots
+    return CaseResult(
+        label=case.label,
+        config=case.config,
+        report=run.report(planner),
+        subset=case.steps is not None,
+        total_steps=planner.step,
+        total_tokens=run.tokens,
+        total_time=run.time,
+        time_over_perfect=run.time / perfect if perfect else 1.0,
+        work_share=run.work / whole if whole else 1.0,
+        plan_ms_mean=run.seconds / max(planner.step, 1) * 1e3,
+    )
+
+
+class _Run:
+    """Sums over a whole set, beside the metrics of the regular steps."""
+
+    def __init__(self, config: PackingConfig) -> None:
+        self.time = self.work = self.seconds = 0.0
+        self.tokens = 0
+        self._model = config.step_time
+        self._metrics = PackingMetrics(config)
+        self._regular_steps = 0
+        self._waiting: list[Document] = []  # after the last regular step
+
+    def observe(self, plan: StepPlan, waiting: list[Document], seconds: float) -> None:
+        self._metrics.observe(plan, waiting, seconds)
+        workloads = plan.workloads()
+        self.time += self._model.step_time(workloads)
+        self.work += sum(map(sum, workloads))
+        self.tokens += plan.tokens
+        self.seconds += seconds
+        if not plan.flush:
+            self._regular_steps, self._waiting = plan.step + 1, waiting
+
+    def report(self, planner: StepPlanner) -> PackingReport:
+        """Counts what waited when the data ended, which by now is trained, at its age then."""
+        report = self._metrics.report(planner)
+        waited = sum(d.length * (self._regular_steps - d.arrived) for d in self._waiting)
+        tokens = report.tokens + sum(d.length for d in self._waiting)
+        return replace(report, delay=(report.delay * report.tokens + waited) / tokens if tokens else 0.0)
+
+
+def standard_cases(config: PackingConfig, documents: IntArray, solver_windows: int = 3) -> list[PackerCase]:
+    """Every packer with its usual settings; those of ``config`` for the packer that it names.
+
+    Args:
+        config: Layout and policies.
+        documents: What they will get, for the size of the solver's problem.
+        solver_windows: Steps' worth of documents for the solver; 0 leaves it out.
+    """
+    context = config.context_length
+    plain = replace(config, max_tokens_per_micro_batch=None, max_document_tokens=None)
+    s_max = config.max_tokens_per_micro_batch or int(1.5 * context)
+    cases = [
+        PackerCase("concat-and-cut", replace(plain, packer="concat-and-cut")),
+        PackerCase("next-fit", replace(plain, packer="next-fit")),
+        *(PackerCase(f"greedy, window {k}", replace(plain, packer="greedy", window_steps=k)) for k in (1, 8)),
+    ]
+    if solver_windows and _solvable(config, documents):
+        solver = replace(plain, packer="solver", window_steps=1, solver_seconds=min(config.solver_seconds, 2.0))
+        cases.append(PackerCase("solver, window 1", solver, steps=solver_windows))
+    wlb = replace(config, packer="wlb", max_tokens_per_micro_batch=s_max)
+    return [*cases, PackerCase("wlb", wlb), PackerCase("steady", replace(config, packer="steady"))]
+
+
+def _solvable(config: PackingConfig, documents: IntArray) -> bool:
+    per_step = config.tokens_per_step / max(float(np.mean(documents)), 1.0)
+    return per_step * config.micro_batches <= SOLVER_VARIABLES
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What ``analyze`` found.
+
+    Attributes:
+        summary: The lengths.
+        documents: Documents that every packer got.
+        tokens: Tokens in them.
+        crossover_length: Length at which attention equals linear work, in tokens.
+        results: One per packer.
+        tuning: Recommended settings, if asked for.
+        recommended: The recommended settings on the same documents, if asked for.
+        notes: What a reader must know.
+    """
+
+    summary: LengthSummary
+    documents: int
+    tokens: int
+    crossover_length: float
+    results: tuple[CaseResult, ...]
+    tuning: TuningResult | None
+    recommended: CaseResult | None
+    notes: tuple[str, ...]
+
+    @property
+    def shown(self) -> CaseResult:
+        """The result whose gain is stated: the recommended settings, else ``steady``."""
+        return self.recommended or self.result("steady")
+
+    def result(self, label: str) -> CaseResult:
+        """The result called ``label``."""
+        return next(result for result in self.results if result.label == label)
+
+    def speedup(self, over: str) -> float:
+        """Modelled time of ``over`` on the whole set, over that of ``shown``: 1.2 is a fifth more per second."""
+        return self.result(over).total_time / self.shown.total_time
+
+    def bars(self) -> list[tuple[str, float]]:
+        """Label and time over perfect balance of everything that trained the whole set."""
+        rows = [*self.results, *([self.recommended] if self.recommended else [])]
+        return [(bar_label(row.label, row.work_share), row.time_over_perfect) for row in rows if not row.subset]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "schema": "hf_wlb.analysis/1",
+            "lengths": self.summary.to_dict(),
+            "equal_set": {"documents": self.documents, "tokens": self.tokens},
+            "crossover_length": None if np.isinf(self.crossover_length) else self.crossover_length,
+            "packers": [result.to_dict() for result in self.results],
+            "recommended": None if self.recommended is None else self.recommended.to_dict(),
+            "reason": None if self.tuning is None else self.tuning.reason,
+            "pareto": [] if self.tuning is None else [point.to_dict() for point in self.tuning.pareto],
+            "speedup": {
+                "of": self.shown.label,
+                "over_next_fit": self.speedup("next-fit"),
+                "over_concat_and_cut": self.speedup("concat-and-cut"),
+            },
+            "notes": list(self.notes),
+        }
+
+
+def bar_label(label: str, work_share: float) -> str:
+    """A label that says if a packer's time is flattered by work left out.
+
+    >>> bar_label("concat-and-cut", 0.915), bar_label("wlb", 1.0)
+    ('concat-and-cut (92% of the work)', 'wlb')
+    """
+    return label if work_share > 0.995 else f"{label} ({work_share:.0%} of the work)"
+
+
+def analyze(
+    lengths: LengthArray,
+    workload: WorkloadModel,
+    config: PackingConfig,
+    *,
+    steps: int = 200,
+    seed: int = 0,
+    stored_order: bool = False,
+    solver_windows: int = 3,
+    tuner: Callable[[IntArray], TuningResult] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Analysis:
+    """Compares all packers on the same documents.
+
+    Args:
+        lengths: Tokens per document, shape [documents]; empty documents are left out and counted in a note.
+        workload: What a document costs.
+        config: Layout and policies.
+        steps: Steps' worth of documents that every packer gets.
+        seed: Of their order.
+        stored_order: Take them as stored instead of in random order.
+        solver_windows: Steps' worth of documents for the solver; 0 leaves it out.
+        tuner: Chooses settings from the documents, see ``tune``; none are recommended without it.
+        progress: Called with the name of what is being done.
+
+    Raises:
+        ValueError: ``steps`` is below 1, no document has tokens, or a policy refuses one.
+    """
+    tell = progress or (lambda _: None)
+    tell("lengths")
+    summary = length_summary(lengths)
+    documents = equal_documents(lengths, config, steps, seed, stored_order=stored_order)
+    results = []
+    for case in standard_cases(config, documents, solver_windows):
+        tell(case.label)
+        results.append(run_case(case, documents, workload))
+    tuning = recommended = None
+    if tuner is not None:
+        tell("recommended settings")
+        tuning = tuner(documents)
+        recommended = run_case(PackerCase("recommended", tuning.recommended.config), documents, workload)
+    return Analysis(
+        summary=summary,
+        documents=len(documents),
+        tokens=int(documents.sum()),
+        crossover_length=workload.crossover_length,
+        results=tuple(results),
+        tuning=tuning,
+        recommended=recommended,
+        notes=tuple(_notes(summary, documents, config, results)),
+    )
+
+
+def _notes(
+    summary: LengthSummary, documents: IntArray, config: PackingConfig, results: Sequence[CaseResult]
+) -> list[str]:
+    notes = []
+    if summary.empty:
+        notes.append(f"{summary.empty:,} empty documents were left out.")
+    if len(documents) > summary.count:
+        notes.append(
+            f"The data have {summary.tokens:,} tokens, fewer than the comparison needs; they were read "
+            f"{len(documents) / summary.count:.1f} times, each time in another order."
+        )
+    longer = int((documents > config.context_length).sum())
+    if longer:
+        notes.append(
+            f"{longer:,} of {len(documents):,} documents are longer than the context of {config.context_length:,} "
+            f"tokens; next-fit and greedy {_treatment(config)} them there, wlb and steady beyond S_max."
+        )
+    cut = next(result for result in results if result.config.packer == "concat-and-cut")
+    notes.append(
+        f"concat-and-cut cuts documents: {cut.report.context_lost:.1%} of its tokens lost the beginning of their "
+        f"document, and it did {cut.work_share:.1%} of the work of the uncut documents. Its time is flattered by that."
+    )
+    if not any(result.config.packer == "solver" for result in results):
+        notes.append("The solver was left out: a step has too many documents for it, or none was asked for.")
+    return notes
+
+
+def _treatment(config: PackingConfig) -> str:
+    return {"split": "split", "truncate": "truncate", "error": "refuse"}[config.oversize]

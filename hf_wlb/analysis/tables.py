@@ -1,0 +1,176 @@
+"""Rich tables of what was found. Every column is explained below its table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hf_wlb.analysis.comparison import Analysis, CaseResult
+from hf_wlb.lengths import LengthSummary
+from hf_wlb.packing import PackingConfig, TuningPoint, TuningResult
+
+_BAR = 24  # characters of a full bar
+
+CASE_COLUMNS = (
+    ("packer", "what packs"),
+    ("imbalance", "heaviest micro-batch over the mean one, mean over regular steps"),
+    ("step gap", "modelled step time over perfect balance of what the step holds, regular steps"),
+    ("delay", "mean steps a token waited, regular steps and what waited when the data ended"),
+    ("worst", "longest wait of a document in steps"),
+    ("waiting", "tokens held back, mean / peak, in context lengths"),
+    ("variation", "standard deviation over mean of the tokens per step"),
+    ("lost", "share of tokens whose own document's beginning was cut off"),
+    ("work", "workload done, over that of the uncut documents"),
+    ("total time", "modelled time of the whole equal set, flush included, over perfect balance of the uncut documents"),
+    ("tokens/s", "gain in tokens per modelled second over next-fit, whole set"),
+    ("plan ms", "median planning time per step, processor time"),
+)
+
+
+def analysis_tables(analysis: Analysis, source: str, priced_by: str, config: PackingConfig) -> Iterator[RenderableType]:
+    """Everything ``hf-wlb analyze`` prints, top to bottom."""
+    yield from _heading(source, priced_by, config, analysis.crossover_length)
+    yield histogram_table(analysis.summary)
+    rows = [*analysis.results, *([analysis.recommended] if analysis.recommended else [])]
+    yield case_table(rows, f"The same {analysis.documents:,} documents ({analysis.tokens:,} tokens) for every packer")
+    yield legend(CASE_COLUMNS[1:])
+    if any(row.subset for row in rows):
+        yield Text("* planned only the first steps' worth of the documents, so no comparison of totals.", "dim")
+    for note in analysis.notes:
+        yield Text(f"Note: {note}", "yellow")
+    yield Text(
+        f"Expected gain of {analysis.shown.label}: {analysis.speedup('next-fit'):.2f}x over next-fit, "
+        f"{analysis.speedup('concat-and-cut'):.2f}x over concat-and-cut (which does less attention).",
+        "bold",
+    )
+    if analysis.tuning is not None:
+        yield Text(f"Recommended: {analysis.tuning.recommended.description}.", "bold green")
+        yield Text(analysis.tuning.reason)
+
+
+def tuning_tables(result: TuningResult, source: str, priced_by: str, config: PackingConfig) -> Iterator[RenderableType]:
+    """Everything ``hf-wlb tune`` prints, top to bottom."""
+    yield from _heading(source, priced_by, config, None)
+    title = (
+        f"Best of {len(result.points)} settings over {result.steps} steps: no other beats one in time and delay at once"
+    )
+    yield tuning_table(result.pareto, result.recommended, title)
+    for packer, point in result.best.items():
+        if point is not result.recommended:
+            gap = (point.time_gap - 1) * 100
+            yield Text(f"Best {packer}: {point.description}; {gap:.1f}% over perfect, delay {point.delay:.2f}.")
+    yield Text(f"Recommended: {result.recommended.description}.", "bold green")
+    yield Text(result.reason)
+
+
+def _heading(source: str, priced_by: str, config: PackingConfig, crossover: float | None) -> Iterator[RenderableType]:
+    replicas = f"{config.dp_size} replicas of " if config.dp_size > 1 else ""
+    yield Text(f"Lengths: {source}")
+    at = "" if crossover is None else f" (attention = linear work at {crossover:,.0f} tokens)"
+    yield Text(f"Workload: {priced_by}{at if 'attention = ' not in priced_by else ''}")
+    yield Text(
+        f"Layout: context {config.context_length:,}, {replicas}{config.micro_batches_per_replica} micro-batches a "
+        f"step, {config.pp_size} pipeline stages{', sharded parameters' if config.step_time.lockstep else ''}"
+    )
+
+
+def histogram_table(summary: LengthSummary) -> Table:
+    """Documents, tokens and attention work by length, one row per doubling."""
+    table = Table(title=f"{summary.count:,} documents, {summary.tokens:,} tokens", title_justify="left")
+    for column in ("length", "documents", "tokens", "attention"):
+        table.add_column(column, justify="right")
+    table.add_column("tokens", width=_BAR)
+    table.add_column("attention", width=_BAR)
+    for label, shares in histogram_rows(summary):
+        bars = ("█" * round(share * _BAR) for share in shares[1:])
+        table.add_row(label, *(f"{share:.1%}" for share in shares), *bars)
+    typical, long = summary.percentiles.get(50.0, 0), summary.percentiles.get(99.0, 0)
+    table.caption = (
+        f"mean {summary.mean:,.0f}, median {typical:,}, 99% {long:,}, longest {summary.maximum:,}; "
+        f"a token's own document has {summary.squared_over_mean:,.0f} tokens on average"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def histogram_rows(summary: LengthSummary) -> list[tuple[str, tuple[float, float, float]]]:
+    """Label and shares (documents, tokens, attention) of every doubling of the length; rare short ones together."""
+    histogram = summary.histogram
+    merged: dict[int, list[float]] = {}
+    columns = (histogram.documents, histogram.tokens, histogram.attention_pairs)
+    for place, low in enumerate(histogram.edges[:-1]):
+        octave = max(int(low).bit_length(), 8)  # below 256 tokens: one row
+        sums = merged.setdefault(octave, [0.0, 0.0, 0.0])
+        for which, column in enumerate(columns):
+            sums[which] += column[place]
+    totals = [max(float(sum(column)), 1.0) for column in columns]
+    rows = []
+    for octave in sorted(merged):
+        low, high = (0 if octave == 8 else 1 << (octave - 1)), 1 << octave
+        shares = [value / total for value, total in zip(merged[octave], totals, strict=True)]
+        rows.append((f"{_short(low)} - {_short(high)}", (shares[0], shares[1], shares[2])))
+    return rows
+
+
+def case_table(results: Sequence[CaseResult], title: str) -> Table:
+    """One row per packer; see ``CASE_COLUMNS``."""
+    table = Table(title=title, title_justify="left")
+    for name, _ in CASE_COLUMNS:
+        table.add_column(name, justify="left" if name == "packer" else "right")
+    baseline = next((row for row in results if row.config.packer == "next-fit"), None)
+    for row in results:
+        report = row.report
+        gain = (
+            ""
+            if baseline is None or row.subset
+            else f"{(baseline.time_per_token / row.time_per_token - 1) * 100:+.1f}%"
+        )
+        regular = report.steps > 0  # in a very short run a packer may have read everything in its first step
+        table.add_row(
+            row.label + ("*" if row.subset else ""),
+            f"{report.imbalance:.3f}" if regular else "",
+            f"{report.time_gap:.3f}" if regular else "",
+            f"{report.delay:.2f}" if regular else "",
+            str(report.delay_worst),
+            f"{report.waiting_mean_contexts:.1f} / {report.waiting_peak_contexts:.1f}",
+            f"{report.token_variation:.3f}" if regular else "",
+            f"{report.context_lost:.1%}",
+            f"{row.work_share:.1%}",
+            "" if row.subset else f"{row.time_over_perfect:.3f}",
+            gain,
+            f"{report.plan_ms:.2f}",
+            style="bold" if row.config.packer == "steady" else None,
+        )
+    return table
+
+
+def tuning_table(points: Iterable[TuningPoint], recommended: TuningPoint, title: str) -> Table:
+    """One row per setting."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("setting")
+    for name in ("time gap", "delay", "worst", "waiting", "variation"):
+        table.add_column(name, justify="right")
+    shown = list(points)
+    for point in shown if recommended in shown else [recommended, *shown]:
+        table.add_row(
+            point.description,
+            f"{point.time_gap:.3f}",
+            f"{point.delay:.2f}",
+            str(point.delay_worst),
+            f"{point.waiting_mean_contexts:.1f} / {point.waiting_peak_contexts:.1f}",
+            f"{point.token_variation:.3f}",
+            style="bold green" if point is recommended else None,
+        )
+    return table
+
+
+def legend(columns: Iterable[tuple[str, str]]) -> Text:
+    """What each column is."""
+    return Text("\n".join(f"  {name}: {meaning}" for name, meaning in columns), "dim")
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)

@@ -1,0 +1,141 @@
+"""Flattening documents into one micro-batch that keeps them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_wlb.data.documents import IGNORE_INDEX, Tokens, read_tokens
+from hf_wlb.parallel import process_count
+
+_DUMMY_TOKENS = 2  # one position with a (masked) target, so that the loss is a sum over no token, not over nothing
+
+
+class WLBDataCollator:
+    """Puts the documents it is given one after the other into a single micro-batch, without padding.
+
+    It keeps no state and does not balance anything: which documents make a micro-batch is decided by
+    :class:`~hf_wlb.data.WLBDataLoader`, :class:`~hf_wlb.data.StreamingPackedDataset` or
+    :func:`~hf_wlb.data.pack_dataset`, or simply by ``per_device_train_batch_size``.
+
+    There is never an ``attention_mask``: documents are told apart by ``position_ids`` (sdpa, eager, flex) and
+    ``cu_seq_lens`` (flash attention), and a two-dimensional mask, even of ones only, would switch that off. For the
+    same reason ``use_cache`` is False.
+
+    Args:
+        pad_token_id: The token of the dummy micro-batch that stands in where there are no documents.
+        max_position_embeddings: Longest document that the model takes; None for no check.
+
+    Example, documents of 3 and 2 tokens:
+        >>> micro_batch = WLBDataCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> micro_batch["input_ids"].tolist(), micro_batch["labels"].tolist()
+        ([[5, 6, 7, 8, 9]], [[-100, 6, 7, -100, 9]])
+        >>> micro_batch["position_ids"].tolist(), micro_batch["cu_seq_lens_q"].tolist()
+        ([[0, 1, 2, 0, 1]], [0, 3, 5])
+    """
+
+    def __init__(self, pad_token_id: int = 0, max_position_embeddings: int | None = None) -> None:
+        if pad_token_id < 0:
+            raise ValueError(f"pad_token_id must be a token of the vocabulary, at least 0, got {pad_token_id}.")
+        if max_position_embeddings is not None and max_position_embeddings < 1:
+            raise ValueError(f"max_position_embeddings must be at least 1 or None, got {max_position_embeddings}.")
+        self.pad_token_id = pad_token_id
+        self.max_position_embeddings = max_position_embeddings
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Flatten documents into one micro-batch.
+
+        Args:
+            features: Documents with ``input_ids`` and perhaps ``labels`` (not shifted, the model does that); lists,
+                arrays or tensors. None at all give a dummy of two tokens whose labels are all -100. A single
+                micro-batch that is collated already, as a streaming data set yields it, comes back as it is (on one
+            process).
+
+        Returns:
+            ``input_ids``, ``labels`` (-100 at each document's first token) and ``position_ids``, int64 ``[1, T]``;
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 ``[documents + 1]``; ``max_length_q`` and
+            ``max_length_k``, int; ``use_cache``, False.
+
+        Raises:
+            ValueError: For documents that are empty, padded, malformed or longer than ``max_position_embeddings``,
+                and for rows that were packed before.
+        """
+        if any("cu_seq_lens_q" in feature for feature in features):
+            return _already_collated(features)
+        documents = [
+            read_tokens(feature, f"Document {place} of the micro-batch") for place, feature in enumerate(features)
+        ]
+        _refuse_packed_rows(features)
+        for place, document in enumerate(documents):
+            self._check_length(len(document.input_ids), place)
+        if not documents:
+            dummy = np.full(_DUMMY_TOKENS, self.pad_token_id, dtype=np.int64)
+            documents = [Tokens(dummy, np.full_like(dummy, IGNORE_INDEX))]
+        return _flatten(documents)
+
+    def _check_length(self, length: int, place: int) -> None:
+        if length == 0:
+            raise ValueError(
+                f"Document {place} of the micro-batch has no tokens. Remove empty documents beforehand: "
+                "dataset.filter(lambda row: len(row['input_ids']) > 0)."
+            )
+        limit = self.max_position_embeddings
+        if limit is not None and length > limit:
+            raise ValueError(
+                f"Document {place} of the micro-batch has {length:,} tokens, more than the {limit:,} positions of the "
+                f"model (max_position_embeddings). Split it: max_document_tokens={limit} in PackingConfig does so."
+            )
+
+
+def _flatten(documents: Sequence[Tokens]) -> dict[str, Any]:
+    lengths = [len(document.input_ids) for document in documents]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    input_ids = np.concatenate([document.input_ids for document in documents])
+    labels = np.concatenate([d.input_ids if d.labels is None else d.labels for d in documents])
+    labels[bounds[:-1]] = IGNORE_INDEX  # nothing of its own document precedes it
+    positions = np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1], lengths)
+    cu_seq_lens = torch.from_numpy(bounds.astype(np.int32))
+    return {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "labels": torch.from_numpy(labels)[None],
+        "position_ids": torch.from_numpy(positions)[None],
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens.clone(),
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "use_cache": False,
+    }
+
+
+def _already_collated(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if len(features) != 1:
+        raise ValueError(
+            f"{len(features)} micro-batches that are packed already came together. Take them one at a time: "
+            "per_device_train_batch_size=1, or batch_size=None in a torch DataLoader."
+        )
+    if process_count() > 1:
+        raise ValueError(
+            f"A packed micro-batch came through a data loader on {process_count()} processes, where a Trainer or "
+            "accelerator.prepare shares the micro-batches of each rank out once more, and most would be lost. Iterate "
+            "over the StreamingPackedDataset itself, or pass it to DataLoader(data, batch_size=None) without prepare."
+        )
+    return dict(features[0])
+
+
+def _refuse_packed_rows(features: Sequence[Mapping[str, Any]]) -> None:
+    for feature in features:
+        if "document_lengths" in feature:
+            raise ValueError(
+                "These rows come from pack_dataset: each holds a whole micro-batch, and their order matters. Use "
+                "packed.data_collator() (a PackedDataCollator) instead of WLBDataCollator."
+            )
+        packed = feature.get("seq_lengths")
+        if packed is not None and len(packed) > 1:
+            raise ValueError(
+                f"A row holds {len(packed)} documents that were packed before (its column seq_lengths says so), and "
+                "they would be trained as one. Switch that packing off (packing=False in SFTConfig); this collator "
+                "packs."
+            )

@@ -1,0 +1,379 @@
+"""``WLBTrainer``: a Transformers ``Trainer`` whose micro-batches are planned.
+
+Trainer keeps its loop, optimizer, logs, callbacks and checkpoints. Different are only: where micro-batches come from,
+how documents are kept apart in attention, how many steps an epoch has, what the loss is divided by, and what a resume
+restores. It overrides private methods of Trainer for that and therefore checks the Transformers version.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from hf_wlb.accounting import LogWindow, TokenMean, read_planner_state, save_planner_state
+from hf_wlb.attention import check_isolation, document_attention_enabled
+from hf_wlb.callbacks import WLBProgressCallback
+from hf_wlb.data import StreamingPackedDataset, WLBDataCollator, WLBDataLoader
+from hf_wlb.packing import PackingConfig
+from hf_wlb.parallel import verify_agreement
+from hf_wlb.training_args import WLBTrainingArguments
+from hf_wlb.workload import WorkloadModel
+
+logger = logging.getLogger(__name__)
+
+PlannedData = WLBDataLoader | StreamingPackedDataset
+
+
+class WLBTrainer(Trainer):
+    """``Trainer`` with planned micro-batches, documents that do not see each other and an exact token-mean loss.
+
+    Args:
+        model: A causal language model of Transformers. Refused, with the reason, if documents packed together would
+            attend to each other in it.
+        args: ``WLBTrainingArguments``; ``context_length`` is required.
+        train_dataset: Documents with ``input_ids`` (and perhaps ``labels``), one a row; map-style, or iterable with
+            ``max_steps`` set.
+        eval_dataset: As Trainer's, of map-style documents. Documents are packed in their order; the loss is the mean
+            over all tokens. For ``compute_metrics`` a row is a micro-batch, padded with -100.
+        data_collator: A ``WLBDataCollator``, or None. Any other one is replaced, with a warning.
+        workload: What documents cost; by default as ``args`` say.
+        **kwargs: Trainer's other arguments.
+
+    Attributes:
+        packing: The planner's settings.
+        workload: What documents cost.
+
+    Logs (means over the steps since the last log, all replicas together): ``imbalance``, ``delay`` (steps),
+    ``time_gap`` (modelled time over perfect balance), ``tokens_per_step``, ``waiting_contexts``, ``tokens_per_second``.
+
+    Checkpoints hold ``planner_state.json`` besides Trainer's files: a resume continues with the very next micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | torch.nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        workload: WorkloadModel | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_versions()
+        if not isinstance(args, WLBTrainingArguments):
+            raise ValueError(
+                "WLBTrainer needs WLBTrainingArguments (Trainer's arguments and at least context_length, the tokens "
+                f"of a micro-batch), got {type(args).__name__}"
+            )
+        if data_collator is not None and not isinstance(data_collator, WLBDataCollator):
+            logger.warning(
+                "WLBTrainer packs documents without padding: data_collator %s is replaced by WLBDataCollator.",
+                type(data_collator).__name__,
+            )
+            data_collator = None
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            **kwargs,
+        )
+        self._check_model()
+        self.packing: PackingConfig = args.packing_config(args.world_size)
+        causal_lm = self._causal_lm
+        self.workload = args.workload_model(causal_lm.config) if workload is None else workload
+        if data_collator is None:
+            token = causal_lm.config.get_text_config().pad_token_id
+            self.data_collator: Any = WLBDataCollator(
+                pad_token_id=0 if token is None else token,
+                max_position_embeddings=getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None),
+            )
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(WLBProgressCallback)
+        self._train_data: PlannedData | None = None
+        self._steps_by_epoch: list[int] = []
+        self._rng_checkpoint: str | None = None  # restored once the first micro-batches are there
+        self._num_items = 0
+        self._window = LogWindow()
+
+    @property
+    def _causal_lm(self) -> PreTrainedModel:
+        model: Any = self.accelerator.unwrap_model(self.model)
+        return cast(PreTrainedModel, model.get_base_model() if hasattr(model, "get_base_model") else model)
+
+    def _check_model(self) -> None:
+        name = type(self._causal_lm).__name__
+        if not isinstance(self._causal_lm, PreTrainedModel):
+            raise ValueError(f"WLBTrainer trains causal language models of Transformers, got a {name}")
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"one process sees {self.args.n_gpu} GPUs, which Trainer would use through DataParallel. Start one "
+                "process per GPU: accelerate launch or torchrun."
+            )
+        if not self.model_accepts_loss_kwargs or not self._loss_shifts_labels:
+            raise ValueError(
+                f"{name} is no causal language model whose loss can be divided by the number of tokens of the whole "
+                "step (it takes no num_items_in_batch, or does not shift its labels), so its loss would not be exact"
+            )
+        if getattr(self._causal_lm.config, "output_router_logits", False):
+            raise ValueError(
+                f"{name} adds a router loss (output_router_logits=True), a mean per micro-batch that changes with how "
+                "documents are packed. Set config.output_router_logits = False."
+            )
+        check_isolation(self._causal_lm)
+
+    # ---- data ----
+
+    def get_train_dataloader(self) -> PlannedData:  # type: ignore[override]  # not a torch DataLoader
+        """The planned micro-batches of this rank's replica; never goes through ``accelerator.prepare``."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        args = cast(WLBTrainingArguments, self.args)
+        if isinstance(self.train_dataset, IterableDataset) or not hasattr(self.train_dataset, "__len__"):
+            self._train_data = StreamingPackedDataset(
+                self.train_dataset, self.packing, self.workload, dp_rank=args.process_index, collator=self.data_collator
+            )
+        else:
+            self._train_data = self._loader(self.train_dataset, self.packing, args.shuffle_documents)
+        return self._train_data
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> WLBDataLoader:  # type: ignore[override]
+        """Documents in their order, packed without looking at workloads, shared out over the ranks."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = cast(dict[str, Any], self.eval_dataset)[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        config = PackingConfig(
+            context_length=self.packing.longest_document or self.packing.capacity,
+            micro_batches_per_replica=1,
+            dp_size=self.args.world_size,
+            packer="next-fit",
+            oversize=self.packing.oversize,
+            empty=self.packing.empty,
+        )
+        return self._loader(dataset, config, shuffle=False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> WLBDataLoader:  # type: ignore[override]
+        """See ``get_eval_dataloader``."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def _loader(self, dataset: Any, config: PackingConfig, shuffle: bool) -> WLBDataLoader:
+        args = self.args
+        return WLBDataLoader(
+            dataset,
+            config,
+            self.workload,
+            collator=self.data_collator,
+            dp_rank=args.process_index,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=shuffle,
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+        )
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Documents of the data set."""
+        return len(dataloader.dataset)
+
+    # ---- steps and epochs ----
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
+        """Counts epochs and steps as they are planned; epochs may differ by a few steps."""
+        values = list(super().set_initial_training_values(args, dataloader))
+        if not isinstance(dataloader, WLBDataLoader):
+            self._steps_by_epoch = []
+            return tuple(values)
+        steps: list[int] = []
+        whole = math.ceil(args.num_train_epochs)
+        while len(steps) < whole if args.max_steps <= 0 else sum(steps) < args.max_steps:
+            steps.append(dataloader.sampler.steps(len(steps)))
+            if not steps[-1]:
+                raise ValueError("the train_dataset holds no documents")
+        if args.max_steps > 0:
+            max_steps = args.max_steps
+        else:
+            share = args.num_train_epochs - (whole - 1)
+            max_steps = sum(steps[:-1]) + math.ceil(steps[-1] * share)
+        verify_agreement(max_steps, "the number of steps to train")  # else some would wait for the others at the end
+        self._steps_by_epoch = steps
+        values[0], values[1], values[5], values[6] = (
+            len(steps),
+            steps[0],
+            steps[0] * args.gradient_accumulation_steps,
+            max_steps,
+        )
+        return tuple(values)
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: str | None, trial: Any
+    ) -> tuple[int, int]:
+        epochs, micro_batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial
+        )
+        self._window = LogWindow()
+        if resume is None:
+            return epochs, micro_batches
+        if self._steps_by_epoch:
+            epochs, done = 0, self.state.global_step
+            while epochs < len(self._steps_by_epoch) and done >= self._steps_by_epoch[epochs]:
+                done -= self._steps_by_epoch[epochs]
+                epochs += 1
+            micro_batches = done * self.args.gradient_accumulation_steps
+        if self.args.ignore_data_skip:
+            return epochs, 0
+        assert self._train_data is not None
+        self._train_data.load_state_dict(read_planner_state(resume, self.state.global_step))
+        if self._steps_by_epoch and not micro_batches and next(iter(self._train_data), None) is not None:
+            raise ValueError(f"{resume} was saved at the end of an epoch, but its planner state is not: it is damaged")
+        return epochs, micro_batches
+
+    def _run_epoch(  # type: ignore[override]  # Trainer calls it with keywords only
+        self,
+        *,
+        epoch: int,
+        steps_in_epoch: int,
+        num_update_steps_per_epoch: int,
+        resume_from_checkpoint: str | None,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+        **kwargs: Any,
+    ) -> None:
+        """Trainer's epoch, with this epoch's own number of steps, started in its middle after a resume.
+
+        The data already stands where it should (``_load_planner_state``), so nothing is skipped: Trainer runs the
+        steps that are left, and a fractional ``epoch`` makes its epoch counter come out right.
+        """
+        if self.state.global_step >= self.state.max_steps:  # a resume of a finished run
+            self.control.should_training_stop = True
+            return
+        accumulation = self.args.gradient_accumulation_steps
+        steps = self._steps_by_epoch[epoch] if self._steps_by_epoch else num_update_steps_per_epoch
+        done = 0
+        if resume_from_checkpoint is not None and epoch == epochs_trained:
+            done = steps_trained_in_current_epoch // accumulation
+            self._rng_checkpoint = resume_from_checkpoint
+        data = self._train_data
+        assert data is not None
+        if self._steps_by_epoch:
+            data.set_epoch(epoch)
+        super()._run_epoch(  # type: ignore[no-untyped-call]
+            epoch=epoch + done / steps,
+            train_dataloader=_AnyEpoch(data),
+            steps_in_epoch=steps * accumulation,
+            num_update_steps_per_epoch=steps - done,
+            resume_from_checkpoint=None,
+            epochs_trained=epochs_trained,
+            steps_trained_in_current_epoch=0,
+            **{name: value for name, value in kwargs.items() if name != "train_dataloader"},
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The micro-batches of one step and the valid tokens of all ranks in it."""
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._rng_checkpoint is not None:
+            # Only now: starting the data loader draws random numbers of its own.
+            self._load_rng_state(self._rng_checkpoint)
+            self._rng_checkpoint = None
+        if self._train_data is not None and samples[0]:
+            self._window.add(self._train_data.step_metrics)
+        return samples
+
+    # ---- loss ----
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        """Valid tokens of all ranks; at least 1, so that a step of one-token documents has loss 0 and not nan."""
+        number = super()._get_num_items_in_batch(batch_samples, device)
+        if number is None:
+            return None
+        self._num_items = int(number)
+        return torch.clamp(torch.as_tensor(number), min=1)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with document_attention_enabled(self._causal_lm):
+            return super()._inner_training_loop(*args, **kwargs)
+
+    # ---- evaluation ----
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Trainer's loop; the loss is the mean over all tokens instead of a mean of means."""
+        self._token_mean, start = TokenMean(), time.perf_counter()
+        with document_attention_enabled(self._causal_lm):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        assert output.metrics is not None
+        output.metrics[f"{metric_key_prefix}_loss"] = self._token_mean.value()
+        self._window.leave_out(time.perf_counter() - start)
+        return output
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Also adds the micro-batches of all ranks to the evaluation's mean."""
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            # compute_loss gives (sum on this rank / tokens on all) * ranks: the mean over ranks is exact.
+            self._token_mean.add(self.accelerator.reduce(loss.detach().clone(), "mean"), self._num_items)
+        return loss, logits, labels
+
+    # ---- logs and checkpoints ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the planner's figures to the logs of training steps."""
+        if "loss" in logs:
+            logs = {**logs, **self._window.means()}
+            self._window = LogWindow()
+        super().log(logs, start_time)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.should_save and self._train_data is not None:
+            save_planner_state(output_dir, self.state.global_step, self._train_data.state_dict())
+
+
+class _AnyEpoch:
+    """The data as Trainer's loop takes it: iterable, with the epoch already set."""
+
+    def __init__(self, data: PlannedData) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._data)
+
+
+def check_versions() -> None:
+    """Refuses a Transformers whose Trainer is built differently from the one whose methods are overridden here.
+
+    Raises:
+        ImportError: Naming what is missing.
+    """
+    import transformers
+
+    expected = ("_run_epoch", "_init_training_state", "set_initial_training_values", "_get_num_items_in_batch")
+    missing = [name for name in expected if not hasattr(Trainer, name)]
+    if missing:
+        raise ImportError(
+            f"transformers {transformers.__version__} has a Trainer without {', '.join(missing)}, which WLBTrainer "
+            "builds on; install transformers >= 5.20 (tested with 5.24)"
+        )

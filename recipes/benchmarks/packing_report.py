@@ -1,0 +1,261 @@
+"""How the packing benchmark is shown: rows, Rich tables, pictures, the table in README.md, the RESULT line."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import scipy
+from packing_cases import CONTEXT, CROSSOVER, PAPER, QUEUES, WLB_S_MAX
+from rich.table import Table
+
+import hf_wlb
+from hf_wlb.analysis import CaseResult
+
+BEGIN, END = "<!-- packing-table:begin -->", "<!-- packing-table:end -->"
+
+#: Column -> what it is; the same words in the JSON file, on the terminal and in README.md.
+COLUMNS = {
+    "imbalance": "heaviest micro-batch over the mean one (max W x M / sum W), mean over the regular steps, those "
+    "before the data ended",
+    "step_gap": "modelled step time over perfect balance of what the step holds, regular steps",
+    "delay": "mean steps a token waited; documents still waiting when the data ended count at their age then",
+    "delay_worst": "longest wait of any document, in steps",
+    "waiting_mean, waiting_peak": "tokens held back at the end of a step, in context lengths",
+    "token_variation": "standard deviation over mean of the tokens per step, regular steps",
+    "context_lost": "share of tokens whose own document's beginning was cut off",
+    "work_share": "workload done over that of the uncut documents",
+    "total_time": "modelled time of the whole equal set, flush included, over perfect balance of the uncut documents; "
+    "too low where work_share is below 1",
+    "total_time_own": "the same over perfect balance of the work that was done, total_time / work_share",
+    "speedup": "tokens per modelled second over next-fit's, whole equal set",
+    "plan_ms, plan_ms_p99": "planning time per step, median and 99th percentile: processor time, measured alone",
+    "pack_ms": "mean planning time per packing decision (per window of global batches where there are windows)",
+}
+
+
+def row(result: CaseResult, next_fit: CaseResult | None) -> dict[str, Any]:
+    """The figures of one case, rounded; the columns of ``COLUMNS``."""
+    report = result.report
+    return {
+        "packer": result.label,
+        "imbalance": round(report.imbalance, 4),
+        "step_gap": round(report.time_gap, 5),
+        "delay": round(report.delay, 4),
+        "delay_worst": report.delay_worst,
+        "waiting_mean": round(report.waiting_mean_contexts, 2),
+        "waiting_peak": round(report.waiting_peak_contexts, 2),
+        "token_variation": round(report.token_variation, 5),
+        "context_lost": round(report.context_lost, 5),
+        "work_share": round(result.work_share, 5),
+        "total_time": None if result.subset else round(result.time_over_perfect, 5),
+        "total_time_own": None if result.subset else round(result.time_over_own_work, 5),
+        "speedup": None if result.subset or next_fit is None else round(speedup(result, next_fit), 4),
+        "plan_ms": round(report.plan_ms, 3),
+        "plan_ms_p99": round(report.plan_ms_p99, 3),
+        "pack_ms": round(result.plan_ms_mean * result.config.window_steps, 3),
+        "steps": report.steps,
+        "flush_steps": report.flush_steps,
+        "flush_imbalance": round(report.flush_imbalance, 4),
+        "tokens": result.total_tokens,
+        "documents": report.documents,
+        "split": report.split,
+        "truncated": report.truncated,
+        "dropped": report.dropped,
+    }
+
+
+def speedup(result: CaseResult, next_fit: CaseResult) -> float:
+    """Tokens per modelled second over next-fit's."""
+    return next_fit.time_per_token / result.time_per_token
+
+
+def rows(results: list[CaseResult]) -> list[dict[str, Any]]:
+    """All of a table."""
+    next_fit = next((result for result in results if result.config.packer == "next-fit"), None)
+    return [row(result, next_fit) for result in results]
+
+
+def environment(command: str, seed: int) -> dict[str, Any]:
+    """What is needed to judge and to repeat the run; nothing that names the machine or a person."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _commit(),
+        "command": command,
+        "seed": seed,
+        "cpu": _cpu(),
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "scipy": scipy.__version__,
+        "hf_wlb": hf_wlb.__version__,
+    }
+
+
+def _commit() -> str:
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--", "../../hf_wlb", "*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{commit}, with changes" if changed else commit
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def rich_table(title: str, table_rows: list[dict[str, Any]], paper: bool) -> Table:
+    """A table for the terminal."""
+    table = Table(title=title, title_justify="left")
+    headings = ["packer", *(["paper"] if paper else []), "imbalance", "step gap", "delay", "worst", "waiting"]
+    headings += ["variation", "lost", "work", "total time", "speedup", "plan ms"]
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "packer" else "right")
+    for r in table_rows:
+        known = PAPER.get(r["packer"])
+        cells = [r["packer"], *([f"{known.imbalance:.2f}" if known else ""] if paper else [])]
+        cells += [f"{r['imbalance']:.3f}", f"{r['step_gap']:.3f}", f"{r['delay']:.2f}", str(r["delay_worst"])]
+        cells += [f"{r['waiting_mean']:.1f} / {r['waiting_peak']:.1f}", f"{r['token_variation']:.3f}"]
+        cells += [f"{r['context_lost']:.1%}", f"{r['work_share']:.1%}"]
+        cells += [_time(r).replace(" of its own work", ""), _speedup(r)]
+        table.add_row(*cells, "" if r["plan_ms"] is None else f"{r['plan_ms']:.2f}")
+    return table
+
+
+def readme_table(results: dict[str, Any]) -> str:
+    """The Markdown between the two marks of README.md, from the results file alone."""
+    name = results["result"]["lengths"]
+    source = results["sources"][name]
+    lines = [
+        f"Lengths `{name}`, context {CONTEXT:,}, 4 micro-batches, 4 pipeline stages, attention = linear work at "
+        f"{CROSSOVER:,} tokens; every packer trains the same {source['documents']:,} documents "
+        f"({source['steps']} steps' worth).",
+        "",
+        "| packer | imbalance in the paper | imbalance | delay, mean / worst steps | waiting, mean / peak contexts "
+        "| token variation | context lost | time over perfect | speedup over next-fit "
+        "| packing ms in the paper | packing ms |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_markdown_row(r) for r in source["table"]]
+    lines += ["", _large_heading(source), ""]
+    lines += [
+        "| packer | imbalance | delay, mean / worst steps | waiting, mean / peak contexts | token variation "
+        "| time over perfect | speedup over next-fit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['packer']} | {r['imbalance']:.2f} | {_delay(r)} | {_waiting(r)} | {r['token_variation']:.3f} "
+        f"| {_time(r)} | {_speedup(r)} |"
+        for r in source["large"]
+    ]
+    return "\n".join([*lines, "", _footnote(results, source)])
+
+
+def _large_heading(source: dict[str, Any]) -> str:
+    return (
+        f"64 micro-batches (4 replicas of 16, 4 pipeline stages), {source['large_documents']:,} documents "
+        f"({source['large_steps']} steps' worth):"
+    )
+
+
+def _footnote(results: dict[str, Any], source: dict[str, Any]) -> str:
+    cut = next(r for r in source["table"] if r["packer"] == "concat-and-cut")
+    thresholds = "; ".join(", ".join(f"{t // 1024}K" for t in levels) for levels in QUEUES.values())
+    environment = results["environment"]
+    return (
+        "Imbalance, delay, waiting and variation are of the regular steps, before the data end. *Time over perfect* is "
+        "the modelled time of all documents, flush included, over that of perfect balance of the uncut documents. "
+        f"Concat-and-cut does only {cut['work_share']:.1%} of their work, because it cuts documents: its time flatters "
+        "it. `*`: the solver, and greedy for comparison, on a few windows only, so without totals; the solver has a "
+        "time limit, and where it finds nothing better greedy's plan stands. "
+        f"wlb: S_max {WLB_S_MAX / CONTEXT:g}x, thresholds {thresholds}; steady: S_max 1.25x, default settings. "
+        "Packing ms: mean processor time of one decision (of a whole window where there is one). "
+        f"{environment['cpu']}, {environment['date']}; `{environment['command']}`."
+    )
+
+
+def _markdown_row(r: dict[str, Any]) -> str:
+    paper = PAPER.get(r["packer"])
+    mark = "\\*" if r["total_time"] is None else ""
+    return (
+        f"| {r['packer']}{mark} | {'' if paper is None else f'{paper.imbalance:.2f}'} | {r['imbalance']:.3f} "
+        f"| {_delay(r)} | {_waiting(r)} | {r['token_variation']:.3f} | {r['context_lost']:.1%} | {_time(r)} "
+        f"| {_speedup(r)} | {'' if paper is None else paper.overhead_ms} | {r['pack_ms']:,.1f} |"
+    )
+
+
+def _delay(r: dict[str, Any]) -> str:
+    return f"{r['delay']:.2f} / {r['delay_worst']}"
+
+
+def _waiting(r: dict[str, Any]) -> str:
+    return f"{r['waiting_mean']:.1f} / {r['waiting_peak']:.1f}"
+
+
+def _time(r: dict[str, Any]) -> str:
+    if r["total_time"] is None:
+        return ""
+    own = f" ({r['total_time_own']:.3f} of its own work)" if r["work_share"] < 0.995 else ""
+    return f"{r['total_time']:.3f}{own}"
+
+
+def _speedup(r: dict[str, Any]) -> str:
+    return "" if r["speedup"] is None else f"{r['speedup']:.2f}x"
+
+
+def with_table(readme: str, table: str) -> str:
+    """README's text with the table between its marks replaced.
+
+    Raises:
+        ValueError: The marks are missing.
+    """
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise ValueError(f"README.md has no place for the table: put the lines {BEGIN} and {END} where it should go")
+    head, rest = readme.split(BEGIN)
+    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+
+
+def result_line(name: str, table: list[dict[str, Any]], large: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of the last line."""
+    small = {r["packer"]: r for r in table}
+    wlb, steady = small["wlb, 2 queues"], small["steady"]
+    steady_64 = next(r for r in large if r["packer"] == "steady")
+    return {
+        "lengths": name,
+        "imbalance_next_fit": small["next-fit"]["imbalance"],
+        "imbalance_concat_cut": small["concat-and-cut"]["imbalance"],
+        "imbalance_wlb": wlb["imbalance"],
+        "delay_wlb": wlb["delay"],
+        "token_variation_wlb": wlb["token_variation"],
+        "imbalance_steady": steady["imbalance"],
+        "delay_steady": steady["delay"],
+        "delay_worst_steady": steady["delay_worst"],
+        "token_variation_steady": steady["token_variation"],
+        "time_gap_steady": steady["step_gap"],
+        "speedup_steady_over_next_fit": steady["speedup"],
+        "time_gap_64": steady_64["step_gap"],
+        "delay_64": steady_64["delay"],
+        "delay_worst_64": steady_64["delay_worst"],
+        "waiting_mean_64": steady_64["waiting_mean"],
+        "waiting_peak_64": steady_64["waiting_peak"],
+        "plan_ms": steady["plan_ms"],
+        "plan_ms_p99": steady["plan_ms_p99"],
+        "plan_ms_64": steady_64["plan_ms"],
+        "plan_ms_64_p99": steady_64["plan_ms_p99"],
+    }

@@ -1,0 +1,58 @@
+"""The README's Python examples run as they stand, each on its own."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from tests.support.source_tree import REPOSITORY
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+SETUP, EXAMPLES = BLOCKS[0], BLOCKS[1:]
+
+
+def title(block: str) -> str:
+    """Name an example by the first thing it takes from us or from TRL."""
+    used = re.findall(r"from (?:hf_wlb|hf_wlb\.data|trl|transformers|accelerate) import (.+)", block)
+    return "+".join(used).replace(", ", ",")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the README's first block defines, from that block itself."""
+    names: dict[str, Any] = {}
+    exec(SETUP, names)
+    return names
+
+
+def test_the_readme_has_an_example_of_every_way_in() -> None:
+    text = "\n".join(EXAMPLES)
+    for name in ("WLBTrainer(", "SFTTrainer(", "Accelerator()", "WLBDataLoader(", "pack_dataset(", "WLBDataCollator()"):
+        assert name in text
+    assert len(EXAMPLES) == 6
+
+
+def test_the_setup_gives_tokenised_documents(shared: dict[str, Any]) -> None:
+    documents = shared["documents"]
+    assert isinstance(documents, datasets.Dataset)
+    assert {"input_ids", "length"} <= set(documents.column_names)
+    assert len(documents) == 400
+
+
+@pytest.mark.parametrize("block", EXAMPLES, ids=title)
+def test_example(block: str, shared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    if "trl" in block:
+        pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "documents": shared["documents"],
+        "tokenizer": shared["tokenizer"],
+        "model": AutoModelForCausalLM.from_config(shared["model"].config),
+    }
+    exec(block, names)
+    if "state" in names:
+        assert names["state"]["planner"]["step"] >= 1

@@ -1,0 +1,129 @@
+"""The main recipe as a user runs it: in processes of its own, to the end, killed and resumed, and with bad input."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.source_tree import REPOSITORY
+
+RECIPE = [sys.executable, "recipes/llama_long_context.py"]
+SMALL = {
+    "max_documents": 150,
+    "vocab_size": 512,
+    "context_length": 1024,
+    "max_document_tokens": 1024,
+    "max_steps": 8,
+    "save_steps": 3,
+    "warmup_steps": 2,
+    "preprocessing_workers": 1,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+def arguments(folder: Path, **changes: Any) -> list[str]:
+    options = {"output_dir": folder, **SMALL, **changes}
+    return [*RECIPE, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def run(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments(folder, **changes), cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300
+    )
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Loss of every step; the last line of a step counts, as a resumed run repeats the interrupted one's."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("recipe") / "run"
+    result = run(folder)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder, result.stdout
+
+
+def test_it_trains_and_leaves_model_metrics_and_picture(finished: tuple[Path, str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, output = finished
+    found = losses(folder)
+    assert sorted(found) == list(range(1, 9))
+    assert abs(found[1] - math.log(512)) < 0.2
+    assert found[8] < found[1] - 0.3
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"imbalance", "delay", "tokens_per_second", "time_gap", "seconds"} <= set(row)
+    assert (folder / "micro_batch_workloads.png").stat().st_size > 5_000
+    assert "next-fit" in output and "steady" in output and "Loss:" in output
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder)) == 512
+
+
+def test_killed_and_resumed_it_gives_the_same_losses(finished: tuple[Path, str], tmp_path: Path) -> None:
+    uninterrupted = losses(finished[0])
+    process = subprocess.Popen(
+        arguments(tmp_path), cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "checkpoint-3" / "trainer_state.json").is_file():
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read() if process.stderr else ""
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "model.safetensors").exists()  # it was killed before its end
+    result = run(tmp_path, resume_from_checkpoint="last")
+    assert result.returncode == 0, result.stderr[-3000:]
+    resumed = losses(tmp_path)
+    assert sorted(resumed) == sorted(uninterrupted)
+    assert max(abs(resumed[step] - uninterrupted[step]) for step in resumed) <= 1e-6
+
+
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    from recipes.llama_long_context import last_complete_checkpoint
+
+    (tmp_path / "checkpoint-9").mkdir()
+    complete = tmp_path / "checkpoint-3"
+    complete.mkdir()
+    (complete / "trainer_state.json").write_text("{}")
+    assert last_complete_checkpoint(tmp_path) == complete
+    (complete / "trainer_state.json").unlink()
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        last_complete_checkpoint(tmp_path)
+
+
+def test_yaml_and_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from recipes.llama_long_context import parse_arguments
+
+    config = tmp_path / "run.yaml"
+    config.write_text("model: 550M\ncontext_length: 100\nlearning_rate: 1.0e-4\n")
+    recipe, training = parse_arguments(["--config", str(config), "--context_length", "200"])
+    assert (recipe.model, training.context_length, training.learning_rate) == ("550M", 200, 1e-4)
+    recipe, training = parse_arguments([])
+    assert (recipe.model, training.context_length, training.gradient_accumulation_steps) == ("tiny", 4096, 4)
+
+    def refused(argv: list[str]) -> str:
+        with pytest.raises(SystemExit):
+            parse_arguments(argv)
+        return capsys.readouterr().err
+
+    config.write_text("contxt_length: 100\n")
+    assert "unknown settings: contxt_length" in refused(["--config", str(config)])
+    assert "there is no file" in refused(["--config", str(tmp_path / "absent.yaml")])
+    assert "needs a file" in refused(["--config"])
+    assert "below context_length" in refused(["--max_tokens_per_micro_batch", "10"])
+    assert "thresholds must ascend" in refused(["--packer", "wlb", "--outlier_thresholds", "9", "5"])

@@ -1,0 +1,26 @@
+"""The one table of tolerances: every test that compares numbers with a reference takes its own from here.
+
+Errors are relative in the L2 norm, ``|found - expected| / |expected|``, unless the name says otherwise.
+"""
+
+#: Attention in float32 against the dense oracle in float64: output, dq, dk, dv and the sinks' gradient.
+ATTENTION_FLOAT32 = 1e-6
+#: The same in float64, which rules out that float32 hides a small mistake.
+ATTENTION_FLOAT64 = 1e-12
+#: Loss and every gradient of a packed micro-batch against its documents run alone, float64 weights. Norms, rotary
+#: angles and the loss stay float32 inside Transformers.
+MODEL = 1e-6
+#: The same for mixtures of experts, whose matrix products see other groupings of the tokens.
+MODEL_EXPERTS = 1e-5
+#: Loss and every gradient of a trainer's step against the oracle; float32 weights, the oracle in float64.
+TRAINER = 5e-6
+#: Loss of steps after optimizer steps, against the oracle's own optimizer steps.
+TRAINER_AFTER_STEPS = 2e-5
+#: Evaluation in float32 against the oracle in float64.
+EVALUATION = 2e-6
+#: Losses of a resumed run against those of the uninterrupted one: the same operations on the same numbers.
+RESUME = 0.0
+#: Gradient checkpointing computes the same again.
+CHECKPOINTING = 1e-6
+#: What a negative control must miss its reference by, at least, in units of the tolerance it violates.
+NEGATIVE_CONTROL_FACTOR = 100.0

@@ -1,0 +1,1 @@
+"""Tests of hf_wlb.packing: no torch."""

@@ -1,0 +1,220 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import hf_wlb
+from hf_wlb.analysis import PackerCase, analyze, choose_workload, equal_documents, read_lengths, run_case
+from hf_wlb.analysis.inputs import holds_lengths
+from hf_wlb.analysis.tables import histogram_rows
+from hf_wlb.cli import app
+from hf_wlb.lengths import length_summary, sample_lengths
+from hf_wlb.packing import PackingConfig
+from hf_wlb.workload import AnalyticWorkload
+
+WORKLOAD = AnalyticWorkload.from_crossover(1536)
+SMALL = ["--context", "8192", "--crossover", "1536", "--workers", "1"]
+CONFIG = PackingConfig(8192, micro_batches_per_replica=4, pp_size=4)
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(np.maximum(sample_lengths(3000) // 16, 1).tolist()))
+    return path
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0 and result.stdout.strip() == f"hf-wlb {hf_wlb.__version__}"
+
+
+def test_analyze_prints_every_packer_and_writes_json(lengths_file, tmp_path) -> None:
+    written = tmp_path / "analysis.json"
+    result = run("analyze", lengths_file, *SMALL, "--steps", 12, "--no-recommend", "--json", written)
+    assert result.exit_code == 0, result.output
+    for packer in ("concat-and-cut", "next-fit", "greedy, window 8", "wlb", "steady"):
+        assert packer in result.stdout
+    assert "Note: concat-and-cut cuts documents" in result.stdout
+    assert "over next-fit" in result.stdout and "over concat-and-cut (which does less attention)" in result.stdout
+    content = json.loads(written.read_text())
+    assert content["schema"] == "hf_wlb.analysis/1" and content["source"] == "lengths in lengths.json"
+    assert content["speedup"]["over_next_fit"] > 1.05
+
+
+def test_analyze_recommends(lengths_file) -> None:
+    result = run("analyze", lengths_file, *SMALL, "--steps", 5, "--tune-steps", 2, "--solver-windows", 0)
+    assert result.exit_code == 0, result.output
+    assert "Recommended: " in result.stdout and "The solver was left out" in result.stdout
+
+
+def test_without_data_the_sampler_is_named() -> None:
+    result = run("analyze", "--steps", 4, "--no-recommend", "--solver-windows", 0)
+    assert result.exit_code == 0, result.output
+    assert "built-in sampler" in result.stdout and "no data given" in result.stdout
+    assert "24,576 tokens, an assumption" in result.stdout
+
+
+def test_tune_writes_packing_settings(lengths_file, tmp_path) -> None:
+    settings, report = tmp_path / "settings.json", tmp_path / "report.json"
+    result = run(
+        "tune", lengths_file, *SMALL, "--steps", 5, "--packer", "steady", "--json", settings, "--report", report
+    )
+    assert result.exit_code == 0, result.output
+    config = PackingConfig.from_dict(json.loads(settings.read_text()))
+    assert config.packer == "steady" and config.context_length == 8192
+    assert json.loads(report.read_text())["recommended"]["config"] == config.to_dict()
+
+
+def test_a_pool_of_workers_finds_the_same(lengths_file, tmp_path) -> None:
+    given = ["tune", lengths_file, "--context", 8192, "--crossover", 1536, "--steps", 3, "--packer", "steady"]
+    assert run(*given, "--workers", 1).stdout == run(*given, "--workers", 2).stdout
+
+
+def test_pictures_are_written(lengths_file, tmp_path) -> None:
+    picture = tmp_path / "packers.png"
+    result = run(
+        "analyze", lengths_file, *SMALL, "--steps", 4, "--no-recommend", "--solver-windows", 0, "--png", picture
+    )
+    assert result.exit_code == 0, result.output
+    for file in (picture, tmp_path / "packers-lengths.png"):
+        assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size < 150_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--context", "0"], "context_length must be at least 1"),
+        (["--s-max", "4096"], "max_tokens_per_micro_batch=4,096 is below context_length"),
+        (["--crossover", "1000", "--model", "7B"], "model and crossover were given"),
+        (["--crossover", "0"], "The crossover length must be above 0"),
+        (["--profile", "nowhere.json"], "nowhere.json"),
+        (["--steps", "0", "--no-recommend"], "at least 1 step"),
+        (["--json", "no/such/folder/a.json"], "there is no folder"),
+    ],
+)
+def test_analyze_errors_are_one_sentence(lengths_file, arguments, sentence) -> None:
+    context = [] if "--context" in arguments else ["--context", "8192"]
+    result = run("analyze", lengths_file, *context, *arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr and "Traceback" not in result.output
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("bad.json", "[3, -1]", "Entry 1 of bad.json is -1"),
+        ("bad.txt", "12\nx\n", "Line 2 of bad.txt is 'x'"),
+        ("empty.json", "[]", "no document with tokens"),
+        ("zeros.txt", "0\n0\n", "no document with tokens"),
+    ],
+)
+def test_bad_lengths_are_one_sentence(tmp_path, name, content, sentence) -> None:
+    (tmp_path / name).write_text(content)
+    for command in ("analyze", "tune"):
+        result = run(command, tmp_path / name, *SMALL)
+        assert result.exit_code == 2 and sentence in result.stderr and "Traceback" not in result.output
+
+
+def test_a_missing_file_is_one_sentence() -> None:
+    result = run("analyze", "./nowhere.json", *SMALL)
+    assert result.exit_code == 2 and "no file or folder" in result.stderr
+
+
+def test_unknown_packer_to_tune(lengths_file) -> None:
+    result = run("tune", lengths_file, *SMALL, "--packer", "greedy")
+    assert result.exit_code == 2 and "packers to tune are wlb and steady" in result.stderr
+
+
+def test_starting_the_command_loads_no_torch() -> None:
+    script = "import sys, hf_wlb.cli; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.json", " [1, 2]", True),
+        ("a.json", "[]", True),
+        ("a.json", '[{"text": "x"}]', False),
+        ("a.json", '{"text": "x"}', False),
+        ("a.txt", "12\n13\n", True),
+        ("a.txt", "12 monkeys is a film\n", True),
+        ("a.txt", "Some text\n12\n", False),
+        ("a.txt", "", False),
+    ],
+)
+def test_lengths_are_told_from_text(tmp_path, name, content, expected) -> None:
+    (tmp_path / name).write_text(content)
+    assert holds_lengths(tmp_path / name) is expected
+
+
+def test_lengths_of_npy_stay_mapped(tmp_path) -> None:
+    np.save(tmp_path / "a.npy", np.array([3, 4]))
+    assert isinstance(read_lengths(str(tmp_path / "a.npy")).lengths, np.memmap)
+
+
+def test_a_saved_workload_is_read(tmp_path) -> None:
+    WORKLOAD.save(tmp_path / "w.json")
+    assert choose_workload(profile=str(tmp_path / "w.json"))[0] == WORKLOAD
+
+
+def test_every_packer_trains_the_same_tokens() -> None:
+    documents = equal_documents(np.maximum(sample_lengths(3000) // 16, 1), CONFIG, 20)
+    assert 0 <= documents.sum() - 20 * CONFIG.tokens_per_step < documents.max()
+    analysis = analyze(documents, WORKLOAD, CONFIG, steps=20, stored_order=True, solver_windows=0)
+    for result in analysis.results:
+        assert result.total_tokens == documents.sum()
+        assert result.report.documents == len(documents)
+        assert result.time_over_perfect >= result.work_share * (1 - 1e-9)
+        if result.label != "concat-and-cut":
+            assert result.work_share == pytest.approx(1.0) and result.report.context_lost == 0
+    cut = analysis.result("concat-and-cut")
+    assert cut.work_share < 1 and cut.report.context_lost > 0
+
+
+def test_the_whole_set_costs_what_its_steps_cost_by_hand() -> None:
+    # Next-fit, 2 micro-batches of 10 tokens: [[6], [7, 3]], [[8], []]; W(d) = d + d (d + 1) / 10.
+    config = PackingConfig(10, micro_batches_per_replica=2, pp_size=3, packer="next-fit")
+    workload = AnalyticWorkload.from_crossover(9)
+    w = {d: d + d * (d + 1) / 10 for d in (3, 6, 7, 8)}
+    result = run_case(PackerCase("next-fit", config), np.array([6, 7, 3, 8]), workload)
+    first, second = w[6] + w[7] + w[3] + 2 * (w[7] + w[3]), 3 * w[8]
+    assert result.total_steps == 2 and result.report.flush_steps == 1
+    assert result.total_time == pytest.approx(first + second)
+    assert result.time_over_perfect == pytest.approx((first + second) / (sum(w.values()) / 2 * 4))
+
+
+def test_documents_waiting_at_the_end_count_at_their_age_then() -> None:
+    # The document of 9 tokens waits in its queue until the data end: read in step 0, it is 2 steps old then.
+    config = PackingConfig(10, micro_batches_per_replica=2, packer="wlb", thresholds=(9,))
+    seen = []
+    result = run_case(
+        PackerCase("wlb", config),
+        np.array([9, 5, 6, 5, 5, 5, 5, 5, 5]),
+        AnalyticWorkload.from_crossover(9),
+        seen.append,
+    )
+    last = max(plan.step for plan in seen if not plan.flush) + 1
+    trained = [(d.length, p.step - d.arrived) for p in seen if not p.flush for d in p.documents]
+    held = [(d.length, last - d.arrived) for p in seen if p.flush for d in p.documents if d.arrived < last]
+    assert (9, last) in held
+    tokens = sum(n for n, _ in trained + held)
+    assert result.report.delay == pytest.approx(sum(n * age for n, age in trained + held) / tokens)
+
+
+def test_histogram_shares_add_up() -> None:
+    rows = histogram_rows(length_summary(sample_lengths(5000)))
+    for column in range(3):
+        assert sum(shares[column] for _, shares in rows) == pytest.approx(1.0)
+    assert rows[0][0] == "0 - 256" and rows[-1][0] == "64K - 128K"

@@ -7,6 +7,7 @@ restores. It overrides private methods of Trainer for that and therefore checks 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -191,6 +192,8 @@ class WLBTrainer(Trainer):
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
         """Counts epochs and steps as they are planned; epochs may differ by a few steps."""
+        if isinstance(dataloader, WLBDataLoader) and not dataloader.sampler.steps(0):
+            raise ValueError("the train_dataset holds no documents")
         values = list(super().set_initial_training_values(args, dataloader))
         if not isinstance(dataloader, WLBDataLoader):
             self._steps_by_epoch = []
@@ -199,8 +202,6 @@ class WLBTrainer(Trainer):
         whole = math.ceil(args.num_train_epochs)
         while len(steps) < whole if args.max_steps <= 0 else sum(steps) < args.max_steps:
             steps.append(dataloader.sampler.steps(len(steps)))
-            if not steps[-1]:
-                raise ValueError("the train_dataset holds no documents")
         if args.max_steps > 0:
             max_steps = args.max_steps
         else:
@@ -230,7 +231,10 @@ class WLBTrainer(Trainer):
             while epochs < len(self._steps_by_epoch) and done >= self._steps_by_epoch[epochs]:
                 done -= self._steps_by_epoch[epochs]
                 epochs += 1
-            micro_batches = done * self.args.gradient_accumulation_steps
+        else:  # a stream: an epoch is a pass, and counted as if it had max_steps
+            epochs = int(self.state.epoch or 0)
+            done = round(((self.state.epoch or 0) - epochs) * max_steps)
+        micro_batches = done * self.args.gradient_accumulation_steps
         if self.args.ignore_data_skip:
             return epochs, 0
         assert self._train_data is not None
@@ -359,7 +363,10 @@ class _AnyEpoch:
         self._data = data
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._data)
+        iterator = iter(self._data)
+        for first in iterator:
+            return itertools.chain([first], iterator)
+        return iter(self._data)  # resumed where a pass over a stream had ended
 
 
 def check_versions() -> None:

@@ -1,15 +1,7 @@
 """What packing would bring for given data: every packer on the same documents, and recommended settings."""
 
-from hf_wlb.analysis.comparison import (
-    Analysis,
-    CaseResult,
-    PackerCase,
-    analyze,
-    bar_label,
-    equal_documents,
-    run_case,
-    standard_cases,
-)
+from hf_wlb.analysis.cases import PackerCase, comparable, standard_cases
+from hf_wlb.analysis.comparison import Analysis, CaseResult, analyze, bar_label, equal_documents, run_case
 from hf_wlb.analysis.inputs import LengthSource, choose_workload, read_lengths
 
 __all__ = [
@@ -20,6 +12,7 @@ __all__ = [
     "analyze",
     "bar_label",
     "choose_workload",
+    "comparable",
     "equal_documents",
     "read_lengths",
     "run_case",

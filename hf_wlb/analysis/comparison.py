@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_wlb.analysis.cases import PackerCase, comparable, standard_cases
 from hf_wlb.lengths import IntArray, LengthArray, LengthSummary, length_summary
 from hf_wlb.packing import (
     ArraySource,
@@ -31,25 +32,7 @@ from hf_wlb.packing import (
 )
 from hf_wlb.workload import WorkloadModel
 
-#: Most 0-1 variables (documents x micro-batches of a window) for which the solver is tried.
-SOLVER_VARIABLES = 20_000
-
 PlanObserver = Callable[[StepPlan], None]
-
-
-@dataclass(frozen=True)
-class PackerCase:
-    """A packer with its settings.
-
-    Attributes:
-        label: What tables call it.
-        config: Its settings.
-        steps: Steps' worth of documents it gets if not as many as the others (the solver is slow); None for all.
-    """
-
-    label: str
-    config: PackingConfig
-    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +48,10 @@ class CaseResult:
         total_steps: Steps that the whole set took, flush included.
         total_tokens: Tokens trained in them.
         total_time: Modelled time of them.
-        time_over_perfect: ``total_time`` over the time that the same documents, uncut, would take in perfect balance.
-            Below the truth for a packer that cuts documents, because it does less attention: see ``work_share``.
-        work_share: Workload trained over that of the uncut documents; below 1 where documents are cut.
+        time_over_perfect: ``total_time`` over the time that the same documents would take in perfect balance, cut only
+            where they exceed the longest length allowed. Below the truth for a packer that cuts others as well, because
+            it does less attention: see ``work_share``.
+        work_share: Workload trained over that of those documents; below 1 where further ones are cut.
         plan_ms_mean: Mean planning time per step in milliseconds; like the report's, processor time, so that other work
             on the machine does not count.
     """
@@ -160,7 +144,7 @@ def run_case(
         run.observe(plan, planner.waiting, seconds)
         if on_plan is not None:
             on_plan(plan)
-    whole = float(np.sum(workload.document(documents)))
+    whole = whole_work(documents, workload, case.config)
     slots = case.config.micro_batches_per_replica + case.config.pp_size - 1
     perfect = whole / case.config.micro_batches * slots
     return CaseResult(
@@ -175,6 +159,25 @@ def run_case(
         work_share=run.work / whole if whole else 1.0,
         plan_ms_mean=run.seconds / max(planner.step, 1) * 1e3,
     )
+
+
+def whole_work(documents: IntArray, workload: WorkloadModel, config: PackingConfig) -> float:
+    """Workload of the documents if they are cut only where they exceed what may stay whole.
+
+    That is ``max_document_tokens`` if stated, for concat-and-cut else the context length.
+
+    >>> from hf_wlb.workload import AnalyticWorkload
+    >>> config = PackingConfig(10, micro_batches_per_replica=2, max_document_tokens=10)
+    >>> model = AnalyticWorkload.from_crossover(9)
+    >>> whole_work(np.array([5, 23]), model, config) == model.document(5) + 2 * model.document(10) + model.document(3)
+    True
+    """
+    longest = config.max_document_tokens or config.longest_document or config.context_length
+    if config.oversize == "truncate":
+        return float(np.sum(workload.document(np.minimum(documents, longest))))
+    rest = documents % longest
+    pieces = int((documents // longest).sum())
+    return pieces * workload.document(longest) + float(np.sum(workload.document(rest[rest > 0])))
 
 
 class _Run:
@@ -204,34 +207,6 @@ class _Run:
         waited = sum(d.length * (self._regular_steps - d.arrived) for d in self._waiting)
         tokens = report.tokens + sum(d.length for d in self._waiting)
         return replace(report, delay=(report.delay * report.tokens + waited) / tokens if tokens else 0.0)
-
-
-def standard_cases(config: PackingConfig, documents: IntArray, solver_windows: int = 3) -> list[PackerCase]:
-    """Every packer with its usual settings; those of ``config`` for the packer that it names.
-
-    Args:
-        config: Layout and policies.
-        documents: What they will get, for the size of the solver's problem.
-        solver_windows: Steps' worth of documents for the solver; 0 leaves it out.
-    """
-    context = config.context_length
-    plain = replace(config, max_tokens_per_micro_batch=None, max_document_tokens=None)
-    s_max = config.max_tokens_per_micro_batch or int(1.5 * context)
-    cases = [
-        PackerCase("concat-and-cut", replace(plain, packer="concat-and-cut")),
-        PackerCase("next-fit", replace(plain, packer="next-fit")),
-        *(PackerCase(f"greedy, window {k}", replace(plain, packer="greedy", window_steps=k)) for k in (1, 8)),
-    ]
-    if solver_windows and _solvable(config, documents):
-        solver = replace(plain, packer="solver", window_steps=1, solver_seconds=min(config.solver_seconds, 2.0))
-        cases.append(PackerCase("solver, window 1", solver, steps=solver_windows))
-    wlb = replace(config, packer="wlb", max_tokens_per_micro_batch=s_max)
-    return [*cases, PackerCase("wlb", wlb), PackerCase("steady", replace(config, packer="steady"))]
-
-
-def _solvable(config: PackingConfig, documents: IntArray) -> bool:
-    per_step = config.tokens_per_step / max(float(np.mean(documents)), 1.0)
-    return per_step * config.micro_batches <= SOLVER_VARIABLES
 
 
 @dataclass(frozen=True)
@@ -345,7 +320,7 @@ def analyze(
     if tuner is not None:
         tell("recommended settings")
         tuning = tuner(documents)
-        recommended = run_case(PackerCase("recommended", tuning.recommended.config), documents, workload)
+        recommended = run_case(PackerCase("recommended", comparable(tuning.recommended.config)), documents, workload)
     return Analysis(
         summary=summary,
         documents=len(documents),
@@ -369,21 +344,23 @@ def _notes(
             f"The data have {summary.tokens:,} tokens, fewer than the comparison needs; they were read "
             f"{len(documents) / summary.count:.1f} times, each time in another order."
         )
-    longer = int((documents > config.context_length).sum())
+    longest = comparable(config).max_document_tokens or config.context_length
+    longer = int((documents > longest).sum())
     if longer:
         notes.append(
-            f"{longer:,} of {len(documents):,} documents are longer than the context of {config.context_length:,} "
-            f"tokens; next-fit and greedy {_treatment(config)} them there, wlb and steady beyond S_max."
+            f"{longer:,} of {len(documents):,} documents are longer than {longest:,} tokens and were "
+            f"{_treated(config)} there for every packer, so that all do the same work; wlb and steady can keep them "
+            "whole up to S_max."
         )
     cut = next(result for result in results if result.config.packer == "concat-and-cut")
     notes.append(
         f"concat-and-cut cuts documents: {cut.report.context_lost:.1%} of its tokens lost the beginning of their "
-        f"document, and it did {cut.work_share:.1%} of the work of the uncut documents. Its time is flattered by that."
+        f"document, and it did {cut.work_share:.1%} of the work of whole ones. Its time is flattered by that."
     )
     if not any(result.config.packer == "solver" for result in results):
         notes.append("The solver was left out: a step has too many documents for it, or none was asked for.")
     return notes
 
 
-def _treatment(config: PackingConfig) -> str:
-    return {"split": "split", "truncate": "truncate", "error": "refuse"}[config.oversize]
+def _treated(config: PackingConfig) -> str:
+    return "truncated" if config.oversize == "truncate" else "split"

@@ -23,8 +23,8 @@ CASE_COLUMNS = (
     ("waiting", "tokens held back, mean / peak, in context lengths"),
     ("variation", "standard deviation over mean of the tokens per step"),
     ("lost", "share of tokens whose own document's beginning was cut off"),
-    ("work", "workload done, over that of the uncut documents"),
-    ("total time", "modelled time of the whole equal set, flush included, over perfect balance of the uncut documents"),
+    ("work", "workload done, over that of whole documents (up to the context length)"),
+    ("total time", "modelled time of the whole equal set, flush included, over perfect balance of whole documents"),
     ("tokens/s", "gain in tokens per modelled second over next-fit, whole set"),
     ("plan ms", "median planning time per step, processor time"),
 )
@@ -119,7 +119,7 @@ def case_table(results: Sequence[CaseResult], title: str) -> Table:
     """One row per packer; see ``CASE_COLUMNS``."""
     table = Table(title=title, title_justify="left")
     for name, _ in CASE_COLUMNS:
-        table.add_column(name, justify="left" if name == "packer" else "right")
+        table.add_column(name, justify="left" if name == "packer" else "right", no_wrap=name == "packer")
     baseline = next((row for row in results if row.config.packer == "next-fit"), None)
     for row in results:
         report = row.report

@@ -38,6 +38,8 @@ def level_out(bins: Bins) -> int:
 
 def _improve(bins: Bins, levels: np.ndarray, heavy: int) -> bool:
     """Makes the exchange with the lightest micro-batches that lowers the larger of the two levels most."""
+    if not bins.documents[heavy]:  # its offset alone makes it the highest
+        return False
     lightest = [int(place) for place in np.argsort(levels, kind="stable")[:PARTNERS] if place != heavy]
     out_work, out_tokens = _columns(bins, heavy)
     best: tuple[float, int, int, int] | None = None

@@ -39,8 +39,10 @@ SCHEMA = "hf_wlb.packing_benchmark/1"
 TIMED_STEPS_64 = 60
 LARGE_SHARE = 2  # the large layout gets steps / 2
 
-DELAY = "mean delay of a token (steps); points are the best settings of each packer"
-WAITING = "tokens waiting, mean (contexts); points are the best settings of each packer"
+DELAY, WAITING = "mean delay of a token (steps)", "tokens waiting, mean (contexts)"
+STEADY = "steady (gap: max_time_gap, wait: max_waiting)"
+#: The two sweeps of steady, which pictures show as one.
+PREFIXES = {"steady, max_time_gap": "gap ", "steady, max_waiting_contexts": "wait "}
 
 Logged = tuple[CaseResult, list[dict[str, Any]]]
 log = Console(stderr=True)
@@ -55,12 +57,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps' worth of documents (default 400; 64 micro-batches get half)")
     parser.add_argument("--quick", action="store_true", help="few steps, one source, no sweeps; writes no results")
     parser.add_argument("--scale", action="store_true", help="also run over 10 million lengths in a memory-mapped file")
+    parser.add_argument("--only-scale", action="store_true", help="only that, into the results that are there")
     parser.add_argument("--scale-documents", type=int, default=10_000_000, metavar="N", help="how many for --scale")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write every packer's plan as JSON lines")
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", help="where results go (default: results/ beside this)"
     )
-    parser.add_argument("--write-readme", action="store_true", help="only renew README.md's table from the results")
+    parser.add_argument(
+        "--write-readme", action="store_true", help="only renew README.md's table and the pictures from the results"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sampler and of passes after the first")
     parser.add_argument("--workers", type=int, default=2, help="processes for what is not timed")
     options = parser.parse_args(given)
@@ -186,6 +191,18 @@ def run_scale(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def scale(options: argparse.Namespace) -> dict[str, Any]:
+    """The section of the results file."""
+    with stage(f"{options.scale_documents:,} lengths"):
+        return {"environment": show.environment(command(), options.seed), **run_scale(options)}
+
+
+def command() -> str:
+    """What was typed, without folders and files of this machine."""
+    shown = ["FILE" if "/" in word else word for word in sys.argv[1:]]
+    return shlex.join(["python", "recipes/benchmarks/packing.py", *shown])
+
+
 def draw(results: dict[str, Any], folder: Path) -> None:
     """Pictures of the first source's table and sweeps."""
     from hf_wlb.plots import plot_frontier, plot_packer_bars
@@ -203,21 +220,29 @@ def draw(results: dict[str, Any], folder: Path) -> None:
         return
     small, large = source["sweeps"]["small"], source["sweeps"]["large"]
     for file, series, shown, x, label, layout in (
-        ("time_against_delay.png", small, ("wlb", "steady, max_t"), "delay", DELAY, "4 micro-batches"),
-        ("time_against_waiting.png", small, ("wlb", "steady, max_w"), "waiting_mean", WAITING, "4 micro-batches"),
+        ("time_against_delay.png", small, ("wlb", "steady"), "delay", DELAY, "4 micro-batches"),
+        ("time_against_waiting.png", small, ("wlb", "steady"), "waiting_mean", WAITING, "4 micro-batches"),
         (
             "time_against_waiting_64.png",
             large,
-            ("greedy", "wlb", "steady, max_w"),
+            ("greedy", "wlb", "steady"),
             "waiting_mean",
             WAITING,
             "64 micro-batches",
         ),
     ):
-        points = {packer: frontier(found, x) for packer, found in series.items() if packer.startswith(shown)}
-        title = f"Step time against {x.split('_')[0]}, {layout} a step (128K, {name})"
+        points: dict[str, list[dict[str, Any]]] = {}
+        for packer, found in series.items():
+            if packer.startswith(shown):
+                prefix = PREFIXES.get(packer, "")
+                known = points.setdefault(STEADY if prefix else packer, [])
+                known += [{**point, "setting": prefix + point["setting"]} for point in found]
         plot_frontier(
-            points, folder / file, xlabel=label, ylabel="modelled step time over perfect balance (%)", title=title
+            {packer: frontier(found, x) for packer, found in points.items()},
+            folder / file,
+            xlabel=f"{label}; each packer's best settings, {name}",
+            ylabel="modelled step time over perfect balance (%)",
+            title=f"Step time against {x.split('_')[0]}: {layout} of 128K a step",
         )
 
 
@@ -232,10 +257,11 @@ def frontier(points: list[dict[str, Any]], x: str) -> list[tuple[float, float, s
 
 
 def write_readme(results_file: Path) -> None:
-    """Renews README.md's table."""
+    """Renews README.md's table and the pictures."""
     readme = REPOSITORY / "README.md"
     results = json.loads(results_file.read_text(encoding="utf-8"))
     readme.write_text(show.with_table(readme.read_text(encoding="utf-8"), show.readme_table(results)), encoding="utf-8")
+    draw(results, results_file.parent)
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
@@ -249,24 +275,23 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
             source.run_timed()
     with stage("solver, 64 micro-batches, sweeps"), ProcessPoolExecutor(options.workers) as pool:
         for place, source in enumerate(running):
-            solver = cases.QUICK_SOLVER if options.quick else cases.SOLVER
+            solver = cases.SHORT_SOLVER if place else cases.SOLVER
+            solver = cases.QUICK_SOLVER if options.quick else solver
             source.submit(pool, solver, sweeps=place == 0 and not options.quick)
         collected = {source.name: source.collect() for source in running}
     if options.dump is not None:
         with options.dump.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in running[0].records)
     first = running[0].name
-    environment = show.environment(shlex.join(["python", "recipes/benchmarks/packing.py", *sys.argv[1:]]), options.seed)
     results = {
         "schema": SCHEMA,
         "columns": show.COLUMNS,
-        "environment": environment,
+        "environment": show.environment(command(), options.seed),
         "sources": collected,
         "result": show.result_line(first, collected[first]["table"], collected[first]["large"]),
     }
     if options.scale:
-        with stage(f"{options.scale_documents:,} lengths"):
-            results["scale"] = {"environment": environment, **run_scale(options)}
+        results["scale"] = scale(options)
     return results
 
 
@@ -290,6 +315,8 @@ def main() -> int:
         if options.write_readme:
             write_readme((options.output or HERE / "results") / "packing.json")
             return 0
+        if options.only_scale:
+            return add_scale(options)
         results = benchmark(options)
     except (ValueError, OSError) as error:
         log.print(f"Error: {error}", style="red", markup=False, highlight=False)
@@ -298,6 +325,16 @@ def main() -> int:
     if options.output is not None:
         save(results, options.output)
     print("RESULT", json.dumps(results["result"]))
+    return 0
+
+
+def add_scale(options: argparse.Namespace) -> int:
+    """Renews the scale section of the results that are there."""
+    file = (options.output or HERE / "results") / "packing.json"
+    results = json.loads(file.read_text(encoding="utf-8"))
+    results["scale"] = scale(options)
+    file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    out.print(results["scale"])
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_wlb.analysis import CaseResult, PackerCase, run_case
+from hf_wlb.analysis import CaseResult, PackerCase, comparable, run_case
 from hf_wlb.lengths import IntArray, length_summary, load_lengths, sample_lengths
 from hf_wlb.packing import ArraySource, PackingConfig, StepPlan, StepPlanner, length_stream, measure
 from hf_wlb.workload import AnalyticWorkload
@@ -18,14 +18,17 @@ from hf_wlb.workload import AnalyticWorkload
 CONTEXT = 128 * 1024
 CROSSOVER = 24 * 1024
 WORKLOAD = AnalyticWorkload.from_crossover(CROSSOVER)
-SMALL = PackingConfig(CONTEXT, micro_batches_per_replica=4, pp_size=4)  # the paper's 7B-128K
-LARGE = PackingConfig(CONTEXT, micro_batches_per_replica=16, dp_size=4, pp_size=4)  # 64 micro-batches
+# comparable: all packers split documents at the context length, so that all do the same work.
+SMALL = comparable(PackingConfig(CONTEXT, micro_batches_per_replica=4, pp_size=4))  # the paper's 7B-128K
+LARGE = comparable(PackingConfig(CONTEXT, micro_batches_per_replica=16, dp_size=4, pp_size=4))  # 64 micro-batches
 WLB_S_MAX = int(1.5 * CONTEXT)
 K = 1024
 QUEUES = {1: (64 * K,), 2: (32 * K, 64 * K), 3: (32 * K, 64 * K, 96 * K)}
 
 #: Solver: window -> (windows solved, seconds allowed for each).
 SOLVER = {1: (12, 5.0), 2: (6, 10.0), 4: (3, 15.0)}
+#: The same for lengths other than the first.
+SHORT_SOLVER = {1: (6, 5.0)}
 QUICK_SOLVER = {1: (2, 1.0)}
 
 

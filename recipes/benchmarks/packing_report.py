@@ -28,8 +28,8 @@ COLUMNS = {
     "waiting_mean, waiting_peak": "tokens held back at the end of a step, in context lengths",
     "token_variation": "standard deviation over mean of the tokens per step, regular steps",
     "context_lost": "share of tokens whose own document's beginning was cut off",
-    "work_share": "workload done over that of the uncut documents",
-    "total_time": "modelled time of the whole equal set, flush included, over perfect balance of the uncut documents; "
+    "work_share": "workload done over that of whole documents; those beyond the context are split there by all packers",
+    "total_time": "modelled time of the whole equal set, flush included, over perfect balance of whole documents; "
     "too low where work_share is below 1",
     "total_time_own": "the same over perfect balance of the work that was done, total_time / work_share",
     "speedup": "tokens per modelled second over next-fit's, whole equal set",
@@ -180,8 +180,8 @@ def _footnote(results: dict[str, Any], source: dict[str, Any]) -> str:
     environment = results["environment"]
     return (
         "Imbalance, delay, waiting and variation are of the regular steps, before the data end. *Time over perfect* is "
-        "the modelled time of all documents, flush included, over that of perfect balance of the uncut documents. "
-        f"Concat-and-cut does only {cut['work_share']:.1%} of their work, because it cuts documents: its time flatters "
+        "the modelled time of all documents, flush included, over that of perfect balance. "
+        f"Concat-and-cut does only {cut['work_share']:.1%} of the work, because it cuts documents: its time flatters "
         "it. `*`: the solver, and greedy for comparison, on a few windows only, so without totals; the solver has a "
         "time limit, and where it finds nothing better greedy's plan stands. "
         f"wlb: S_max {WLB_S_MAX / CONTEXT:g}x, thresholds {thresholds}; steady: S_max 1.25x, default settings. "

@@ -183,6 +183,19 @@ def test_every_packer_trains_the_same_tokens() -> None:
     assert cut.work_share < 1 and cut.report.context_lost > 0
 
 
+def test_documents_beyond_the_context_are_cut_alike_so_that_the_work_is_equal() -> None:
+    documents = np.array([3000, 20_000, 500, 9000, 4000, 12_000] * 12)
+    analysis = analyze(documents, WORKLOAD, CONFIG, steps=8, stored_order=True, solver_windows=0)
+    assert any("were split there for every packer" in note for note in analysis.notes)
+    whole = [result for result in analysis.results if result.label != "concat-and-cut"]
+    assert all(result.work_share == pytest.approx(1.0) for result in whole)
+    assert len({result.report.split for result in whole}) == 1 and whole[0].report.split > 0
+    assert all(result.time_over_perfect >= 1 - 1e-9 for result in whole)
+    # Control: kept whole up to S_max they would do more work than next-fit can.
+    uncut = run_case(PackerCase("steady", CONFIG), equal_documents(documents, CONFIG, 8, stored_order=True), WORKLOAD)
+    assert uncut.report.split < whole[0].report.split
+
+
 def test_the_whole_set_costs_what_its_steps_cost_by_hand() -> None:
     # Next-fit, 2 micro-batches of 10 tokens: [[6], [7, 3]], [[8], []]; W(d) = d + d (d + 1) / 10.
     config = PackingConfig(10, micro_batches_per_replica=2, pp_size=3, packer="next-fit")

@@ -1,0 +1,109 @@
+"""WLBTrainer's evaluation: the exact token mean, metrics on masked labels, and predictions."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.oracle import in_double, mean_loss
+from tests.support.tiny_llama import tiny_llama
+from tests.support.tolerances import EVALUATION, NEGATIVE_CONTROL_FACTOR
+from tests.support.training import rows_of, train, trainer_of
+
+FIRST, SECOND = (20, 1, 3, 9, 16, 2, 1, 7, 25), (2, 11)
+
+
+def exact(lengths: tuple[int, ...], seed: int = 1, model: Any = None) -> float:
+    """The loss of documents run alone; those over S_max (20 tokens) in pieces, as they are evaluated."""
+    pieces = [
+        {"input_ids": row["input_ids"][start : start + 20]}
+        for row in rows_of(lengths, seed)
+        for start in range(0, len(row["input_ids"]), 20)
+    ]
+    return float(mean_loss(in_double(model or tiny_llama()), pieces).detach())
+
+
+def test_the_loss_is_the_mean_over_all_tokens(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path, eval_dataset=rows_of(FIRST, 1))
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(exact(FIRST), rel=EVALUATION)
+    assert trainer.model.config._attn_implementation == "sdpa"
+    micro_batches = [[{"input_ids": row["input_ids"]}] for row in rows_of(FIRST[:4], 1) if len(row["input_ids"]) > 1]
+    model = in_double(tiny_llama())
+    means = [float(mean_loss(model, rows).detach()) for rows in micro_batches]
+    assert abs(np.mean(means) - exact(FIRST)) > NEGATIVE_CONTROL_FACTOR * EVALUATION  # what a mean of means gives
+    assert trainer.evaluate(rows_of(SECOND, 1))["eval_loss"] == pytest.approx(exact(SECOND), rel=EVALUATION)
+
+
+def test_several_sets_during_training_disturb_nothing(tmp_path: Path) -> None:
+    sets = {"long": rows_of(FIRST, 1), "short": rows_of(SECOND, 1)}
+    trainer, found = train(
+        tmp_path, eval_dataset=sets, eval_strategy="steps", eval_steps=1, eval_on_start=True, logging_steps=1
+    )
+    _, plain = train(tmp_path)
+    assert found.losses == plain.losses and found.plans == plain.plans
+    logged: list[dict[str, Any]] = [log for log in found.logs if "eval_long_loss" in log or "eval_short_loss" in log]
+    assert len(logged) == 2 * (trainer.state.global_step + 1)
+    assert logged[0]["eval_long_loss"] == pytest.approx(exact(FIRST), rel=EVALUATION)
+    assert logged[1]["eval_short_loss"] == pytest.approx(exact(SECOND), rel=EVALUATION)
+    assert logged[-2]["eval_long_loss"] == pytest.approx(exact(FIRST, model=trainer.model), rel=EVALUATION)
+    assert logged[-1]["eval_short_loss"] == pytest.approx(exact(SECOND, model=trainer.model), rel=EVALUATION)
+
+
+def test_evaluation_is_left_out_of_the_tokens_per_second(tmp_path: Path, monkeypatch: Any) -> None:
+    import time
+
+    from transformers import TrainerCallback
+
+    class Slow(TrainerCallback):
+        def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.4)
+
+    options = {"max_steps": 2, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    train(tmp_path, max_steps=1)  # the first steps of a process are slow
+    _, slow = train(tmp_path, eval_dataset=rows_of((5,)), callbacks=[Slow()], **options)
+    log = next(log for log in slow.logs if "tokens_per_second" in log)
+    seconds = 2 * log["tokens_per_step"] / log["tokens_per_second"]
+    assert 0 < seconds < 0.4
+
+
+def test_compute_metrics_gets_masked_labels(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction)
+        valid = prediction.label_ids[:, 1:] != -100
+        right = (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]) & valid
+        return {"accuracy": float(right.sum() / valid.sum())}
+
+    trainer, _ = trainer_of(tmp_path, eval_dataset=rows_of(FIRST, 1), compute_metrics=metrics)
+    result = trainer.evaluate()
+    labels = seen[0].label_ids
+    pieces = [*FIRST[:-1], 20, 5]
+    assert (labels != -100).sum() == sum(pieces) - len(pieces)  # each document's first token is masked
+    assert sorted(labels[labels != -100]) == sorted(
+        t for row in rows_of(FIRST, 1) for place, t in enumerate(row["input_ids"]) if place % 20
+    )
+    assert seen[0].predictions.shape == (*labels.shape, 128)
+    assert 0 <= result["eval_accuracy"] <= 1
+    assert result["eval_loss"] == pytest.approx(exact(FIRST), rel=EVALUATION)
+
+
+def test_predict(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path)
+    output = trainer.predict(rows_of(SECOND, 1))
+    assert output.metrics["test_loss"] == pytest.approx(exact(SECOND), rel=EVALUATION)
+    assert output.predictions.shape == (*output.label_ids.shape, 128) == (1, 13, 128)
+    assert (output.label_ids == -100).sum() == 2
+
+
+def test_no_target_at_all_is_nan_and_not_0(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path)
+    assert np.isnan(trainer.evaluate(rows_of((1, 1)))["eval_loss"])
+
+
+def test_label_smoothing(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path, eval_dataset=rows_of(SECOND, 1), label_smoothing_factor=0.3)
+    expected = mean_loss(in_double(tiny_llama()), rows_of(SECOND, 1), label_smoothing=0.3)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected.detach()), rel=EVALUATION)

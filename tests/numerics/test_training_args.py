@@ -1,0 +1,161 @@
+"""WLBTrainingArguments: every refusal is a sentence, and the settings reach planner and workload model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser
+
+from hf_wlb import AnalyticWorkload, WLBTrainingArguments
+from tests.support.tiny_llama import tiny_llama
+
+
+def arguments(folder: Path, **options: Any) -> WLBTrainingArguments:
+    return WLBTrainingArguments(
+        output_dir=str(folder), **{"context_length": 64, "use_cpu": True, "report_to": "none", **options}
+    )
+
+
+def test_the_defaults_are_a_planner_of_one_micro_batch(tmp_path: Path) -> None:
+    given = arguments(tmp_path)
+    assert (given.per_device_train_batch_size, given.per_device_eval_batch_size) == (1, 1)
+    config = given.packing_config(2)
+    assert (config.context_length, config.s_max, config.packer) == (64, 80, "steady")
+    assert (config.dp_size, config.pp_size, config.micro_batches_per_replica) == (2, 1, 1)
+    assert given.shuffle_documents
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no context": ({"context_length": None}, "context_length is missing: .*for example context_length=8192"),
+    "context 0": ({"context_length": 0}, "context_length must be at least 1, got 0"),
+    "train rows": (
+        {"per_device_train_batch_size": 2},
+        "per_device_train_batch_size=2: .*must be 1. Use context_length and gradient_accumulation_steps",
+    ),
+    "eval rows": ({"per_device_eval_batch_size": 8}, "per_device_eval_batch_size=8: .*must be 1"),
+    "by length": (
+        {"train_sampling_strategy": "group_by_length"},
+        "train_sampling_strategy='group_by_length': the step planner decides.*shuffle_documents=False",
+    ),
+    "drop last": ({"dataloader_drop_last": True}, "dataloader_drop_last would lose documents"),
+    "find size": ({"auto_find_batch_size": True}, "auto_find_batch_size cannot change planned micro-batches"),
+    "tokens of a rank": (
+        {"average_tokens_across_devices": False},
+        "average_tokens_across_devices=False would weigh tokens by the rank",
+    ),
+    "two workloads": (
+        {"workload_crossover": 100.0, "workload_hardware": "h100"},
+        "at most one of workload_profile, workload_crossover and workload_hardware",
+    ),
+    "packer": ({"packer": "clever"}, "unknown packer 'clever'; choose one of steady, wlb"),
+    "oversize": ({"oversize_documents": "drop"}, "oversize must be one of split, truncate, error, got 'drop'"),
+    "empty": ({"empty_documents": "keep"}, "empty must be one of error, skip, got 'keep'"),
+    "S_max": ({"max_tokens_per_micro_batch": 32}, "max_tokens_per_micro_batch=32 is below context_length=64"),
+    "document": ({"max_document_tokens": 81}, "max_document_tokens=81 must lie between 1 and the 80 tokens"),
+    "thresholds": ({"outlier_thresholds": [32, 16]}, r"thresholds must ascend strictly, got \[32, 16\]"),
+    "outliers": ({"outlier_tokens": 0}, "outlier_tokens must be at least 1"),
+    "gap": ({"max_time_gap": -0.1}, "max_time_gap must not be negative"),
+    "wait": ({"max_wait_steps": 0}, "max_wait_steps must be at least 1"),
+    "contexts": ({"max_waiting_contexts": 0.0}, "max_waiting_contexts must be positive"),
+    "window": ({"window_steps": 0}, "window_steps must be at least 1"),
+    "stages": ({"plan_pp_size": 0}, "pp_size must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, tmp_path: Path) -> None:
+    options, sentence = REFUSED[case]
+    with pytest.raises(ValueError, match=sentence):
+        arguments(tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+def test_deepspeed_and_fsdp_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import TrainingArguments
+
+    # Their own set-up, which wants their libraries, is left out.
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
+    with pytest.raises(ValueError, match="deepspeed and fsdp are not supported by WLBTrainer"):
+        arguments(tmp_path, **{name: {"zero_optimization": {"stage": 1}}})
+
+
+def test_every_setting_reaches_the_planner(tmp_path: Path) -> None:
+    config = arguments(
+        tmp_path,
+        gradient_accumulation_steps=3,
+        packer="wlb",
+        max_tokens_per_micro_batch=100,
+        max_document_tokens=90,
+        oversize_documents="truncate",
+        empty_documents="skip",
+        outlier_thresholds=[10, 40],
+        outlier_tokens=12,
+        max_time_gap=0.5,
+        max_wait_steps=7,
+        max_waiting_contexts=4.0,
+        window_steps=2,
+        plan_pp_size=4,
+    ).packing_config(5)
+    expected = {
+        "context_length": 64,
+        "micro_batches_per_replica": 3,
+        "dp_size": 5,
+        "pp_size": 4,
+        "packer": "wlb",
+        "max_tokens_per_micro_batch": 100,
+        "max_document_tokens": 90,
+        "oversize": "truncate",
+        "empty": "skip",
+        "thresholds": [10, 40],
+        "outlier_tokens": 12,
+        "max_time_gap": 0.5,
+        "max_wait_steps": 7,
+        "max_waiting_contexts": 4.0,
+        "window_steps": 2,
+    }
+    found = config.to_dict()
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_the_workload_comes_from_where_it_is_said(tmp_path: Path) -> None:
+    model = tiny_llama()
+    crossover = arguments(tmp_path, workload_crossover=24.0).workload_model(model.config)
+    by_hand = AnalyticWorkload.from_crossover(24.0)
+    assert [crossover.document(n) for n in (1, 24, 100)] == [by_hand.document(n) for n in (1, 24, 100)]
+    default = arguments(tmp_path).workload_model(model.config)
+    cpu = arguments(tmp_path, workload_hardware="cpu").workload_model(model.config)
+    h100 = arguments(tmp_path, workload_hardware="h100").workload_model(model.config)
+    assert default.document(100) == cpu.document(100) != h100.document(100)
+    replayed = arguments(tmp_path, activation_checkpointing=True).workload_model(model.config)
+    assert replayed.document(100) > default.document(100)
+
+
+def test_a_model_that_cannot_be_costed_is_referred_to_the_crossover(tmp_path: Path) -> None:
+    from transformers import PretrainedConfig
+
+    with pytest.raises(ValueError, match="Or give workload_crossover, the length at which attention costs as much"):
+        arguments(tmp_path).workload_model(PretrainedConfig())
+
+
+def test_a_missing_profile_is_named(tmp_path: Path) -> None:
+    with pytest.raises((ValueError, OSError), match="nowhere.json"):
+        arguments(tmp_path, workload_profile=str(tmp_path / "nowhere.json")).workload_model(None)
+
+
+def test_command_line_and_json(tmp_path: Path) -> None:
+    parser = HfArgumentParser(WLBTrainingArguments)
+    (parsed,) = parser.parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--context_length", "64", "--outlier_thresholds", "8", "32", "--packer", "wlb"]
+        + ["--max_time_gap", "0.1", "--shuffle_documents", "False", "--use_cpu", "--report_to", "none"]
+    )
+    assert parsed.packing_config(1).thresholds == (8, 32)
+    assert parsed.max_time_gap == 0.1 and parsed.shuffle_documents is False
+    copied = json.loads(json.dumps(arguments(tmp_path, packer="wlb", outlier_thresholds=[8, 32]).to_dict()))
+    assert copied["context_length"] == 64 and copied["outlier_thresholds"] == [8, 32]
+
+
+def test_plans_do_not_depend_on_the_rank(tmp_path: Path) -> None:
+    given = arguments(tmp_path)
+    assert given.packing_config(2) == given.packing_config(2)
+    assert given.packing_config(2).tokens_per_step == 2 * given.packing_config(1).tokens_per_step

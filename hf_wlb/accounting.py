@@ -8,6 +8,8 @@ import time
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 PLANNER_STATE_NAME = "planner_state.json"
 
@@ -34,6 +36,35 @@ class TokenMean:
     def value(self) -> float:
         """The mean; nan without any token."""
         return self.loss_sum / self.tokens if self.tokens else float("nan")
+
+
+def check_loss(model: PreTrainedModel) -> None:
+    """Refuses a model whose loss is not the sum of its next-token losses over ``num_items_in_batch``.
+
+    Raises:
+        ValueError: If it does not shift its labels, ignores that number or adds something: then the loss of a step
+            would depend on how its documents are packed.
+    """
+    labels = torch.tensor([[-100, 2, -100, 2, 1]], device=model.device)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(
+                input_ids=torch.tensor([[1, 2, 1, 2, 1]], device=model.device),
+                labels=labels,
+                num_items_in_batch=torch.tensor(7, device=model.device),
+                use_cache=False,
+            )
+    finally:
+        model.train(training)
+    expected = cross_entropy(output.logits[0, :-1].float(), labels[0, 1:], reduction="sum") / 7
+    if not torch.allclose(output.loss.float(), expected, rtol=1e-3, atol=1e-5):
+        raise ValueError(
+            f"the loss of {type(model).__name__} is not the sum of its next-token losses over the number of tokens of "
+            f"the whole step (found {float(output.loss):.4f} instead of {float(expected):.4f} in a trial), so the "
+            "result would change with how documents are packed. Only plain causal language models are supported."
+        )
 
 
 class LogWindow:

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_wlb.accounting import LogWindow, TokenMean, read_planner_state, save_planner_state
+from hf_wlb.accounting import LogWindow, TokenMean, check_loss, read_planner_state, save_planner_state
 from hf_wlb.attention import check_isolation, document_attention_enabled
 from hf_wlb.callbacks import WLBProgressCallback
 from hf_wlb.data import StreamingPackedDataset, WLBDataCollator, WLBDataLoader
@@ -121,10 +121,10 @@ class WLBTrainer(Trainer):
                 f"one process sees {self.args.n_gpu} GPUs, which Trainer would use through DataParallel. Start one "
                 "process per GPU: accelerate launch or torchrun."
             )
-        if not self.model_accepts_loss_kwargs or not self._loss_shifts_labels:
+        if not self.model_accepts_loss_kwargs:
             raise ValueError(
-                f"{name} is no causal language model whose loss can be divided by the number of tokens of the whole "
-                "step (it takes no num_items_in_batch, or does not shift its labels), so its loss would not be exact"
+                f"{name} takes no num_items_in_batch: its loss cannot be divided by the number of tokens of the whole "
+                "step, and would not be exact"
             )
         if getattr(self._causal_lm.config, "output_router_logits", False):
             raise ValueError(
@@ -132,6 +132,7 @@ class WLBTrainer(Trainer):
                 "documents are packed. Set config.output_router_logits = False."
             )
         check_isolation(self._causal_lm)
+        check_loss(self._causal_lm)
 
     # ---- data ----
 
@@ -141,6 +142,8 @@ class WLBTrainer(Trainer):
             raise ValueError("Trainer: training requires a train_dataset.")
         args = cast(WLBTrainingArguments, self.args)
         if isinstance(self.train_dataset, IterableDataset) or not hasattr(self.train_dataset, "__len__"):
+            if args.dataloader_num_workers:
+                logger.warning("A stream is read in the main process: dataloader_num_workers is not used.")
             self._train_data = StreamingPackedDataset(
                 self.train_dataset, self.packing, self.workload, dp_rank=args.process_index, collator=self.data_collator
             )
@@ -155,6 +158,11 @@ class WLBTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"evaluation needs documents with a length, one a row, got {type(dataset).__name__}; take some of the "
+                "stream into a list or a datasets.Dataset"
+            )
         config = PackingConfig(
             context_length=self.packing.longest_document or self.packing.capacity,
             micro_batches_per_replica=1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from hf_wlb.attention.reference import attend_documents
 
 IMPLEMENTATION = "wlb"
 _LISTENING = "wlb_check"  # the same, while check_isolation listens
+
+_PROBE = [1, 2, 1, 2, 1]  # the document that check_isolation looks at
 
 #: Layer types whose attention is fully described by the arguments that the attention interface passes.
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -113,32 +116,50 @@ def document_attention_enabled(model: PreTrainedModel, implementation: str = IMP
 
 
 def check_isolation(model: PreTrainedModel) -> None:
-    """Refuses a model whose documents would see each other in a packed micro-batch.
+    """Refuses a model that would treat packed documents otherwise than documents alone.
 
-    Looks at the configuration, then runs two forward passes over two documents of a few tokens and checks that every
-    attention layer got the plan and that changing the first document leaves the second one's logits as they were.
+    Looks at the configuration, then runs three forward passes over a few tokens: every attention layer must get the
+    plan (and the sliding window, if there is one), changing a document must leave the logits of the next one as they
+    were, and these must be those of that document alone.
 
     Raises:
         ValueError: With the reason, naming the model class.
     """
     name = type(model).__name__
     _check_config(model, name)
-    layers = int(model.config.get_text_config().num_hidden_layers)
-    logits = []
-    for token in (1, 2):
-        given, output = _forward_two_documents(model, token)
-        if len(given) < layers or not all(given):
-            raise ValueError(
-                f"{name} does not hand cu_seq_lens_q on to every attention layer ({sum(given)} of {layers} got it), so "
-                "documents packed together would attend to each other. This model family is not supported."
-            )
-        logits.append(output[:, 3:].float())
-    # Experts see another mix of tokens in the two passes and may round differently; a leak is far larger.
-    if (logits[0] - logits[1]).abs().max() > 1e-3 * logits[0].abs().max().clamp(min=1e-6):
+    (calls, packed), (_, changed) = (_forward(model, [[token] * 3, _PROBE]) for token in (1, 2))
+    _check_calls(model, calls, name)
+    packed, changed, alone = packed[3:], changed[3:], _forward(model, [_PROBE])[1]
+    # Experts see another mix of tokens in the passes and may round differently; a leak is far larger.
+    if (packed - changed).abs().max() > 1e-3 * packed.abs().max().clamp(min=1e-6):
         raise ValueError(
             f"changing one document changes the logits of another one packed with it in {name}: some layer mixes "
             "tokens of different documents (a convolution, a recurrent or a chunked layer?). This model family is "
             "not supported."
+        )
+    # Positions that are off change every token; rounding in half precision stays below, and spares some token.
+    if ((packed - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-6)).min() > 0.05:
+        raise ValueError(
+            f"a document packed behind another one gets other logits than alone in {name}: the model numbers positions "
+            "by itself and not by position_ids from 0. This model family is not supported."
+        )
+
+
+def _check_calls(model: PreTrainedModel, calls: list[tuple[bool, bool]], name: str) -> None:
+    """``calls``: for every call of the attention function, whether it got the plan and a sliding window."""
+    config = model.config.get_text_config()
+    layers, given = int(config.num_hidden_layers), sum(plan for plan, _ in calls)
+    if len(calls) < layers or given < len(calls):
+        raise ValueError(
+            f"{name} does not hand cu_seq_lens_q on to every attention layer ({given} of {layers} got it), so "
+            "documents packed together would attend to each other. This model family is not supported."
+        )
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    windowed = "sliding_attention" in kinds if kinds else window is not None
+    if windowed and not any(window for _, window in calls):
+        raise ValueError(
+            f"{name} has sliding_window={window} but no layer hands it to the attention function, so the window would "
+            "not be kept. Set config.sliding_window = None if the model is to be trained without it."
         )
 
 
@@ -160,13 +181,18 @@ def _check_config(model: PreTrainedModel, name: str) -> None:
         raise ValueError(f"{name} does not use Transformers' attention interface, so its documents cannot be isolated")
 
 
-def _forward_two_documents(model: PreTrainedModel, token: int) -> tuple[list[bool], torch.Tensor]:
-    """Packs [token, token, token] and [1, 2, 1, 2, 1]; tells which attention calls got the plan, and the logits."""
-    bounds = torch.tensor([0, 3, 8], dtype=torch.int32, device=model.device)
-    given: list[bool] = []
+def _forward(model: PreTrainedModel, documents: list[list[int]]) -> tuple[list[tuple[bool, bool]], torch.Tensor]:
+    """Packs documents; tells of every attention call whether plan and window came, and the logits [tokens, ...].
+
+    A single document goes without position_ids, as the model would be called for it alone.
+    """
+    bounds = torch.tensor([0, *accumulate(map(len, documents))], dtype=torch.int32, device=model.device)
+    tokens = [token for document in documents for token in document]
+    positions = [position for document in documents for position in range(len(document))]
+    calls: list[tuple[bool, bool]] = []
 
     def listening(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        given.append(kwargs.get("cu_seq_lens_q") is not None)
+        calls.append((kwargs.get("cu_seq_lens_q") is not None, kwargs.get("sliding_window") is not None))
         return wlb_attention(module, query, *args, **{**kwargs, "cu_seq_lens_q": bounds})
 
     AttentionInterface.register(_LISTENING, listening)
@@ -176,14 +202,14 @@ def _forward_two_documents(model: PreTrainedModel, token: int) -> tuple[list[boo
     try:
         with torch.no_grad(), document_attention_enabled(model, _LISTENING):
             output = model(
-                input_ids=torch.tensor([[token] * 3 + [1, 2, 1, 2, 1]], device=model.device),
-                position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]], device=model.device),
+                input_ids=torch.tensor([tokens], device=model.device),
+                position_ids=torch.tensor([positions], device=model.device) if len(documents) > 1 else None,
                 cu_seq_lens_q=bounds,
                 cu_seq_lens_k=bounds,
-                max_length_q=5,
-                max_length_k=5,
+                max_length_q=max(map(len, documents)),
+                max_length_k=max(map(len, documents)),
                 use_cache=False,
             )
-        return given, output.logits
+        return calls, output.logits[0].float()
     finally:
         model.train(training)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from hf_wlb.packing.base import (
@@ -15,10 +15,10 @@ from hf_wlb.packing.base import (
 )
 from hf_wlb.packing.config import PackingConfig
 from hf_wlb.packing.fluid import FluidPlan, FluidStep
-from hf_wlb.packing.local_search import level_out
+from hf_wlb.packing.local_search import even_out_replicas, level_out
 from hf_wlb.packing.outlier_pool import Draft, OutlierPool, oldest_first
 from hf_wlb.packing.reader import DocumentReader
-from hf_wlb.packing.types import Document
+from hf_wlb.packing.types import Document, MicroBatch
 
 #: A document may have to wait if it alone weighs more than this share of a mean micro-batch.
 HEAVY_SHARE = 0.5
@@ -74,8 +74,9 @@ class SteadyPacker(Packer):
     def _read(self, draft: Draft, reader: DocumentReader, step: int) -> None:
         every = max(1, self.config.micro_batches // 6)
         arrivals = 0
+        overfull = OVERFULL * self.config.waiting_limit
         while draft.room > 0:
-            if self._pool.tokens > OVERFULL * self.config.waiting_limit and not self._relieve(draft):
+            if self._pool.tokens > overfull and not self._relieve(draft):
                 return
             document = reader.read(step)
             if document is None:
@@ -146,7 +147,7 @@ class SteadyPacker(Packer):
         if any(document.arrived <= latest for document in left_over):
             bins, left_over = self._place_due_first(draft, latest)
         level_out(bins)
-        return self._deal(bins.documents), left_over
+        return self._deal(bins), left_over
 
     def _place_due_first(self, draft: Draft, latest: int) -> tuple[Bins, list[Document]]:
         """For when a document is due and finds no room after the heavier ones. Due is what arrived by ``latest``."""
@@ -155,11 +156,20 @@ class SteadyPacker(Packer):
         others = longest_first(d for d in draft.documents if d.arrived > latest)
         return bins, [d for d in [*due, *others] if not bins.add_to_least_loaded_with_room(d)]
 
-    def _deal(self, micro_batches: Sequence[list[Document]]) -> Replicas:
-        """As planned, or dealt anew where that is faster."""
-        model = self.config.step_time
-        candidates = [self.config.step_time.order(self.in_order(micro_batches)), self.arrange(micro_batches)]
-        return min(candidates, key=lambda replicas: model.step_time([[m.workload for m in r] for r in replicas]))
+    def _deal(self, bins: Bins) -> Replicas:
+        """As planned, or dealt anew where that is faster; then replicas exchange documents."""
+        config, model = self.config, self.config.step_time
+        if config.dp_size == 1 or model.lockstep:
+            return self.arrange(bins.documents)
+        size = config.micro_batches_per_replica
+        as_planned = [list(range(r * size, (r + 1) * size)) for r in range(config.dp_size)]
+        groups = min(
+            as_planned,
+            model.group(bins.workloads, config.dp_size),
+            key=lambda groups: model.step_time([[bins.workloads[place] for place in group] for group in groups]),
+        )
+        even_out_replicas(bins, groups, model)
+        return model.order([[MicroBatch.of(bins.documents[place]) for place in group] for group in groups])
 
     def _places(self, plan: FluidPlan, count: int) -> tuple[list[int], list[float]]:
         """Place of every solid micro-batch, and how far below the highest level each place should stay."""

@@ -73,16 +73,20 @@ class StepTimeModel:
         return total / micro_batches * slots
 
     def arrange(self, micro_batches: Sequence[MicroBatch], dp_size: int) -> tuple[tuple[MicroBatch, ...], ...]:
-        """Deals micro-batches to ``dp_size`` replicas, the same number each, and orders them within each.
+        """Deals micro-batches to ``dp_size`` replicas, the same number each, and orders them within each."""
+        groups = self.group([micro_batch.workload for micro_batch in micro_batches], dp_size)
+        replicas = tuple(tuple(micro_batches[i] for i in group) for group in groups)
+        return replicas if self.lockstep else self.order(replicas)
+
+    def group(self, workloads: Sequence[float], dp_size: int) -> list[list[int]]:
+        """Deals micro-batches, given by their workloads, to ``dp_size`` replicas: indices, heaviest first.
 
         Ties are broken by position, so that every rank arrives at the same plan.
         """
-        order = sorted(range(len(micro_batches)), key=lambda i: (-micro_batches[i].workload, i))
+        order = sorted(range(len(workloads)), key=lambda i: (-workloads[i], i))
         if self.lockstep:
-            groups = [order[replica::dp_size] for replica in range(dp_size)]
-            return tuple(tuple(micro_batches[i] for i in group) for group in groups)
-        groups = self._deal([micro_batches[i].workload for i in order], dp_size)
-        return self.order(tuple(tuple(micro_batches[order[i]] for i in group) for group in groups))
+            return [order[replica::dp_size] for replica in range(dp_size)]
+        return [[order[i] for i in group] for group in self._deal([workloads[i] for i in order], dp_size)]
 
     def order(self, replicas: Sequence[Sequence[MicroBatch]]) -> tuple[tuple[MicroBatch, ...], ...]:
         """Orders every replica's micro-batches: the lightest at both ends of a pipeline, else the heaviest first."""

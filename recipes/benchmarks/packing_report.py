@@ -164,7 +164,16 @@ def readme_table(results: dict[str, Any]) -> str:
         f"| {_time(r)} | {_speedup(r)} |"
         for r in source["large"]
     ]
-    return "\n".join([*lines, "", _footnote(results, source)])
+    scale = [] if "scale" not in results else ["", _scale(results["scale"])]
+    return "\n".join([*lines, *scale, "", _footnote(results, source)])
+
+
+def _scale(scale: dict[str, Any]) -> str:
+    return (
+        f"{scale['documents']:,} lengths of the sampler in a memory-mapped file: histogram "
+        f"{scale['histogram_seconds']:.1f} s, a full pass of steady ({scale['steady_steps']:,} steps) "
+        f"{scale['steady_seconds']:.0f} s, peak memory +{scale['peak_growth_mb']:.0f} MB, pages of the file included."
+    )
 
 
 def _large_heading(source: dict[str, Any]) -> str:

@@ -69,6 +69,8 @@ def _trainer(folder: Path, documents: list[dict[str, Any]], **options: Any) -> A
             **options,
         },
     )
+    assert arguments.n_gpu >= 1
+    arguments._n_gpu = 1  # on a machine with several, Trainer would use them all from this one process
     return WLBTrainer(tiny_llama(), arguments, train_dataset=documents, eval_dataset=documents[:8])
 
 

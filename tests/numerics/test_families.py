@@ -28,6 +28,8 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+DECODER = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
+DECODER |= {"decoder_ffn_dim": 40, "encoder_layers": 1, "max_position_embeddings": 64, "is_decoder": True}
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 LINEAR = {
@@ -128,6 +130,18 @@ REFUSED: dict[str, tuple[Family, str]] = {
             | {"shared_expert_intermediate_size": 24, "layer_types": ["linear_attention", "full_attention"]},
         ),
         "Qwen3NextForCausalLM has layers of type linear_attention",
+    ),
+    "phimoe, whose window is only in its mask": (
+        Family("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+        "PhimoeForCausalLM has sliding_window=4 but no layer hands it to the attention function",
+    ),
+    "bart, which numbers positions by itself": (
+        Family("bart", {}, common=DECODER),
+        "gets other logits than alone in BartForCausalLM: the model numbers positions by itself",
+    ),
+    "roberta, whose positions begin elsewhere": (
+        Family("roberta", {"is_decoder": True, "attention_probs_dropout_prob": 0.0, "head_dim": None}),
+        "gets other logits than alone in RobertaForCausalLM",
     ),
     "llama, attention dropout": (
         Family("llama", {"attention_dropout": 0.1}),
@@ -240,5 +254,5 @@ def test_a_layer_that_mixes_documents_behind_the_interface_is_found() -> None:
     """What a convolution over the tokens does: attention gets its plan, and still documents leak."""
     model = build(ACCEPTED["llama"])
     model.model.layers[1].mlp.register_forward_hook(lambda layer, given, out: out + given[0].roll(1, dims=1))
-    with pytest.raises(ValueError, match="changing one document changes the logits of another.*LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"changing one document changes the logits of another.*LlamaForCausalLM"):
         check_isolation(model)

@@ -133,7 +133,8 @@ def test_sums_10_and_900_over_10_and_1000_tokens_are_0_901(accumulation: int, tm
 
 
 def test_a_step_of_one_token_documents_is_0_and_changes_nothing(tmp_path: Path) -> None:
-    trainer, recorder = train(tmp_path, rows_of((1, 1, 1)), max_grad_norm=1.0)
+    # Without the filter, which would hide a nan
+    trainer, recorder = train(tmp_path, rows_of((1, 1, 1)), max_grad_norm=1.0, logging_nan_inf_filter=False)
     assert recorder.losses == [0.0] and trainer.state.global_step == 1
     assert all(bool((gradient == 0).all()) for gradient in recorder.gradients.values())
     for name, value in tiny_llama().state_dict().items():
@@ -166,8 +167,23 @@ def test_a_lora_adapter_trains(tmp_path: Path) -> None:
     assert worst_error(recorder.gradients, gradients) <= TRAINER
     assert all("lora" in name for name in gradients) and recorder.implementations == {"wlb"}
     assert trainer.model.config._attn_implementation == "sdpa"
-    _, resumed = train(tmp_path, rows_of(), expected.float(), max_steps=2, resume_from_checkpoint=tmp_path / "checkpoint-1")
+    _, resumed = train(
+        tmp_path, rows_of(), expected.float(), max_steps=2, resume_from_checkpoint=tmp_path / "checkpoint-1"
+    )
     assert resumed.losses == recorder.losses[1:]
+
+
+def test_gpt2_trains_exactly(tmp_path: Path) -> None:
+    """Its class has no loss type of its own, as if its loss were unknown."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    off = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **off, bos_token_id=1, eos_token_id=2))
+    expected = in_double(model)
+    _, recorder = train(tmp_path, rows_of(), model, max_steps=1)
+    assert check_first_step(recorder, rows_of(), expected) <= TRAINER
 
 
 # ---- epochs and steps ----
@@ -313,12 +329,24 @@ class Unsuited(torch.nn.Module):
 def test_models_that_are_refused(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM
 
+    def another_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+        return torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
+
+    mean_of_means, no_number = tiny_llama(), tiny_llama()
+    mean_of_means.loss_function = another_loss
+    no_number.accepts_loss_kwargs = False
+
     small = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2}
     router = MixtralConfig(**small, **heads, num_key_value_heads=1, num_local_experts=2, output_router_logits=True)
     refused = {
         "got a Unsuited": Unsuited(),
-        "BertForMaskedLM is no causal language model": BertForMaskedLM(BertConfig(**small, **heads)),
+        "BertForMaskedLM has attention_probs_dropout_prob=0.1": BertForMaskedLM(BertConfig(**small, **heads)),
+        "BertSelfAttention asks for attention that is not causal": BertForMaskedLM(
+            BertConfig(**small, **heads, attention_probs_dropout_prob=0.0)
+        ),
+        "the loss of LlamaForCausalLM is not the sum of its next-token losses": mean_of_means,
+        "LlamaForCausalLM takes no num_items_in_batch": no_number,
         "MixtralForCausalLM adds a router loss": MixtralForCausalLM(router),
         "LlamaForCausalLM has attention_dropout=0.1": tiny_llama(attention_dropout=0.1),
     }
@@ -329,7 +357,9 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
 
 def test_plain_arguments_are_refused(tmp_path: Path) -> None:
     for given in (TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), None):
-        with pytest.raises(ValueError, match=f"needs WLBTrainingArguments .*context_length.*got {type(given).__name__}"):
+        with pytest.raises(
+            ValueError, match=f"needs WLBTrainingArguments .*context_length.*got {type(given).__name__}"
+        ):
             WLBTrainer(tiny_llama(), given, train_dataset=rows_of())
 
 
@@ -341,5 +371,5 @@ def test_missing_data_sets_and_another_transformers(tmp_path: Path, monkeypatch:
     with pytest.raises(ValueError, match="requires a train_dataset"):
         trainer.train()
     monkeypatch.delattr(Trainer, "_run_epoch")
-    with pytest.raises(ImportError, match="a Trainer without _run_epoch.*install transformers"):
+    with pytest.raises(ImportError, match=r"a Trainer without _run_epoch.*install transformers"):
         trainer_of(tmp_path)

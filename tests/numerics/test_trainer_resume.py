@@ -15,7 +15,12 @@ from tests.support.tolerances import RESUME, TRAINER
 from tests.support.training import Recorder, rows_of, train, trainer_of
 
 EPOCHS = 2
-OPTIONS: dict[str, Any] = {"num_train_epochs": EPOCHS, "optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 1.0}
+OPTIONS: dict[str, Any] = {
+    "num_train_epochs": EPOCHS,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-2,
+    "max_grad_norm": 1.0,
+}
 
 
 def with_dropout() -> Any:
@@ -219,6 +224,11 @@ def test_a_stream_over_several_passes_and_resumed(make: Any, tmp_path: Path) -> 
         if step != second:  # there only the stream itself knows that its pass had ended
             epochs = [log["epoch"] for log in whole.logs if "loss" in log][step:]
             assert [log["epoch"] for log in found.logs if "loss" in log] == pytest.approx(epochs)
+
+
+def test_workers_for_a_stream_are_not_used_and_that_is_said(tmp_path: Path, caplog: Any) -> None:
+    train(tmp_path, Stream(), max_steps=1, dataloader_num_workers=2)
+    assert "dataloader_num_workers is not used" in caplog.text
 
 
 def test_a_stream_needs_max_steps(tmp_path: Path) -> None:

@@ -139,15 +139,15 @@ def test_a_model_that_cannot_be_costed_is_referred_to_the_crossover(tmp_path: Pa
 
 
 def test_a_missing_profile_is_named(tmp_path: Path) -> None:
-    with pytest.raises((ValueError, OSError), match="nowhere.json"):
+    with pytest.raises((ValueError, OSError), match=r"nowhere\.json"):
         arguments(tmp_path, workload_profile=str(tmp_path / "nowhere.json")).workload_model(None)
 
 
 def test_command_line_and_json(tmp_path: Path) -> None:
     parser = HfArgumentParser(WLBTrainingArguments)
     (parsed,) = parser.parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--context_length", "64", "--outlier_thresholds", "8", "32", "--packer", "wlb"]
-        + ["--max_time_gap", "0.1", "--shuffle_documents", "False", "--use_cpu", "--report_to", "none"]
+        f"--output_dir {tmp_path} --context_length 64 --outlier_thresholds 8 32 --packer wlb --max_time_gap 0.1 "
+        "--shuffle_documents False --use_cpu --report_to none".split()
     )
     assert parsed.packing_config(1).thresholds == (8, 32)
     assert parsed.max_time_gap == 0.1 and parsed.shuffle_documents is False

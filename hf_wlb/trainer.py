@@ -179,7 +179,7 @@ class WLBTrainer(Trainer):
 
     def _loader(self, dataset: Any, config: PackingConfig, shuffle: bool) -> WLBDataLoader:
         args = self.args
-        return WLBDataLoader(
+        loader = WLBDataLoader(
             dataset,
             config,
             self.workload,
@@ -191,6 +191,22 @@ class WLBTrainer(Trainer):
             prefetch_factor=args.dataloader_prefetch_factor,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
         )
+        self._check_positions(loader)
+        return loader
+
+    def _check_positions(self, loader: WLBDataLoader) -> None:
+        """Refuses documents that the model has no positions for now, not when their step comes."""
+        positions = getattr(self._causal_lm.config.get_text_config(), "max_position_embeddings", None)
+        lengths = loader.sampler.lengths
+        if positions is None or not len(lengths):
+            return
+        longest = min(int(lengths.max()), loader.config.longest_document or loader.config.capacity)
+        if longest > positions:
+            raise ValueError(
+                f"a document of {longest:,} tokens would be trained whole, but the model has positions for {positions:,} "
+                f"(max_position_embeddings). Set max_document_tokens={positions} to have longer documents split, or "
+                "extend the model's positions."
+            )
 
     def num_examples(self, dataloader: Any) -> int:
         """Documents of the data set."""

@@ -373,3 +373,17 @@ def test_missing_data_sets_and_another_transformers(tmp_path: Path, monkeypatch:
     monkeypatch.delattr(Trainer, "_run_epoch")
     with pytest.raises(ImportError, match=r"a Trainer without _run_epoch.*install transformers"):
         trainer_of(tmp_path)
+
+
+def test_documents_beyond_the_models_positions_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    rows = rows_of((4, 40, 9))
+    model = tiny_llama()
+    model.config.max_position_embeddings = 32
+    trainer, _ = trainer_of(tmp_path, rows, model, context_length=64)
+    with pytest.raises(ValueError, match=r"document of 40 tokens .* positions for 32 .* max_document_tokens=32"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    with pytest.raises(ValueError, match="document of 40 tokens"):
+        trainer.evaluate(rows)
+    trainer, recorder = train(tmp_path, rows, model, context_length=64, max_document_tokens=32)
+    assert sum(document.length for document in recorder.plans[0].documents) == 53

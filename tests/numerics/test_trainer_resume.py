@@ -127,6 +127,11 @@ def test_ignore_data_skip_starts_the_epochs_data_anew(finished: Any, checkpoint:
     )
     assert found.plans[0] == finished[2].plans[0]
     assert trainer.state.global_step == trainer.state.max_steps == finished[1].state.global_step
+    first = finished[1]._steps_by_epoch[0]
+    later = finished[0] / f"checkpoint-{first + 1}"
+    _, found = train(tmp_path, model=with_dropout(), resume_from_checkpoint=later, ignore_data_skip=True, **OPTIONS)
+    assert found.plans == finished[2].plans[first:][: len(found.plans)]  # the second epoch from its beginning
+    assert len(found.plans) == finished[1].state.global_step - first - 1
 
 
 def rewrite(checkpoint: Path, change: Any) -> None:

@@ -203,8 +203,8 @@ class WLBTrainer(Trainer):
         longest = min(int(lengths.max()), loader.config.longest_document or loader.config.capacity)
         if longest > positions:
             raise ValueError(
-                f"a document of {longest:,} tokens would be trained whole, but the model has positions for {positions:,} "
-                f"(max_position_embeddings). Set max_document_tokens={positions} to have longer documents split, or "
+                f"a document of {longest:,} tokens would be trained whole, but the model has positions for "
+                f"{positions:,} (max_position_embeddings). Set max_document_tokens={positions} to have longer documents split, or "
                 "extend the model's positions."
             )
 

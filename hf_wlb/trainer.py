@@ -204,8 +204,8 @@ class WLBTrainer(Trainer):
         if longest > positions:
             raise ValueError(
                 f"a document of {longest:,} tokens would be trained whole, but the model has positions for "
-                f"{positions:,} (max_position_embeddings). Set max_document_tokens={positions} to have longer documents split, or "
-                "extend the model's positions."
+                f"{positions:,} (max_position_embeddings). Set max_document_tokens={positions} to have longer "
+                "documents split, or extend the model's positions."
             )
 
     def num_examples(self, dataloader: Any) -> int:

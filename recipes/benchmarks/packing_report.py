@@ -164,8 +164,30 @@ def readme_table(results: dict[str, Any]) -> str:
         f"| {_time(r)} | {_speedup(r)} |"
         for r in source["large"]
     ]
+    sources = results["sources"]
+    others = [line for other in sources if other != name for line in _other_rows(other, sources[other])]
+    if others:
+        lines += ["", "The same for other lengths (the sampler is built in, so that anyone can repeat it):", ""]
+        lines += [
+            "| lengths | micro-batches | packer | imbalance | delay, mean / worst steps "
+            "| waiting, mean / peak contexts | token variation | time over perfect | speedup over next-fit |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *others,
+        ]
     scale = [] if "scale" not in results else ["", _scale(results["scale"])]
     return "\n".join([*lines, *scale, "", _footnote(results, source)])
+
+
+def _other_rows(name: str, source: dict[str, Any]) -> list[str]:
+    """The packers that matter most, on another source of lengths."""
+    shown = ("concat-and-cut", "next-fit", "wlb, 2 queues", "steady")
+    return [
+        f"| {name} | {count} | {r['packer']} | {r['imbalance']:.3f} | {_delay(r)} | {_waiting(r)} "
+        f"| {r['token_variation']:.3f} | {_time(r)} | {_speedup(r)} |"
+        for count, table in ((4, source["table"]), (64, source["large"]))
+        for r in table
+        if r["packer"] in shown
+    ]
 
 
 def _scale(scale: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from hf_wlb.packing import (
     Document,
@@ -124,7 +124,7 @@ class PassProgress:
             if step is None
             else _AsHandedOut(step.plan.step + 1, step.waiting, step.counts)
         )
-        return self._metrics.report(cast(StepPlanner, seen))
+        return self._metrics.report(seen)
 
 
 def check_replica(config: PackingConfig, dp_rank: int) -> None:

@@ -11,10 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hf_wlb.packing.config import PackingConfig
 from hf_wlb.packing.planner import StepPlanner
+from hf_wlb.packing.reader import ReaderCounts
 from hf_wlb.packing.types import Document, StepPlan
 
 
@@ -81,6 +82,25 @@ class PackingReport:
         return asdict(self)
 
 
+class Progress(Protocol):
+    """What a report reads of a planner, or of where a data loader stands behind its planner."""
+
+    @property
+    def step(self) -> int:
+        """Steps so far."""
+        ...
+
+    @property
+    def waiting(self) -> list[Document]:
+        """Documents that were read and are in no step yet."""
+        ...
+
+    @property
+    def counts(self) -> ReaderCounts:
+        """Documents read, split, truncated, skipped."""
+        ...
+
+
 class PackingMetrics:
     """Gathers a ``PackingReport`` plan by plan."""
 
@@ -138,7 +158,7 @@ class PackingMetrics:
             "waiting_contexts": waiting_tokens / self._config.context_length,
         }
 
-    def report(self, planner: StepPlanner) -> PackingReport:
+    def report(self, planner: Progress) -> PackingReport:
         """The figures so far; ``planner`` gives the counts and what still waits."""
         regular, flush = self._regular, self._flush
         waiting = planner.waiting

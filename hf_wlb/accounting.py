@@ -11,6 +11,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from hf_wlb.packing import PackingReport
+
 PLANNER_STATE_NAME = "planner_state.json"
 
 
@@ -76,6 +78,7 @@ class LogWindow:
         "delay": "delay",
         "tokens": "tokens_per_step",
         "waiting_contexts": "waiting_contexts",
+        "plan_ms": "plan_ms",
     }
 
     def __init__(self) -> None:
@@ -97,6 +100,28 @@ class LogWindow:
         means = {label: sum(row[name] for row in self._rows) / len(self._rows) for name, label in self._NAMES.items()}
         seconds = max(time.perf_counter() - self._since, 1e-9)
         return {**means, "tokens_per_second": sum(row["tokens"] for row in self._rows) / seconds}
+
+
+#: What the summary at the end of training says of the last epoch, as ``packing_...``; see ``PackingReport``.
+_SUMMARY = (
+    "documents",
+    "split",
+    "truncated",
+    "empty",
+    "dropped",
+    "imbalance",
+    "time_gap",
+    "delay",
+    "delay_worst",
+    "waiting_peak_contexts",
+    "token_variation",
+    "context_lost",
+)
+
+
+def packing_summary(report: PackingReport) -> dict[str, float]:
+    """Figures of a report for the log."""
+    return {f"packing_{name}": getattr(report, name) for name in _SUMMARY}
 
 
 def save_planner_state(checkpoint: str, step: int, data: dict[str, Any]) -> None:

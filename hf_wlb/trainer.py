@@ -19,7 +19,14 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_wlb.accounting import LogWindow, TokenMean, check_loss, read_planner_state, save_planner_state
+from hf_wlb.accounting import (
+    LogWindow,
+    TokenMean,
+    check_loss,
+    packing_summary,
+    read_planner_state,
+    save_planner_state,
+)
 from hf_wlb.attention import check_isolation, document_attention_enabled
 from hf_wlb.callbacks import WLBProgressCallback
 from hf_wlb.data import StreamingPackedDataset, WLBDataCollator, WLBDataLoader
@@ -53,7 +60,9 @@ class WLBTrainer(Trainer):
         workload: What documents cost.
 
     Logs (means over the steps since the last log, all replicas together): ``imbalance``, ``delay`` (steps),
-    ``time_gap`` (modelled time over perfect balance), ``tokens_per_step``, ``waiting_contexts``, ``tokens_per_second``.
+    ``time_gap`` (modelled time over perfect balance), ``tokens_per_step``, ``waiting_contexts``, ``plan_ms``,
+    ``tokens_per_second``. The summary at the end has the last epoch's figures as ``packing_...``, with the documents
+    split, truncated and dropped.
 
     Checkpoints hold ``planner_state.json`` besides Trainer's files: a resume continues with the very next micro-batch.
     """
@@ -368,10 +377,12 @@ class WLBTrainer(Trainer):
     # ---- logs and checkpoints ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the planner's figures to the logs of training steps."""
+        """Adds the planner's figures to the logs of training steps and to the summary at the end."""
         if "loss" in logs:
             logs = {**logs, **self._window.means()}
             self._window = LogWindow()
+        elif "train_runtime" in logs and self._train_data is not None:
+            logs = {**logs, **packing_summary(self._train_data.report())}
         super().log(logs, start_time)
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -126,7 +126,8 @@ class PackingMetrics:
             seconds: Time spent planning it, if known.
 
         Returns:
-            The step's own figures, for logging: imbalance, time_gap, delay (steps), tokens, waiting_contexts.
+            The step's own figures, for logging: imbalance, time_gap, delay (steps), tokens, waiting_contexts, and
+            plan_ms where the planning time is known.
         """
         workloads = plan.workloads()
         flat = [w for replica in workloads for w in replica]
@@ -150,13 +151,14 @@ class PackingMetrics:
         (self._flush if plan.flush else self._regular).add(imbalance, time_taken, bound, tokens, waited)
         if seconds is not None:
             self._plan_seconds[round(math.log(max(seconds, 1e-9)) * 100)] += 1
-        return {
+        figures = {
             "imbalance": imbalance,
             "time_gap": time_taken / bound if bound > 0 else 1.0,
             "delay": waited / tokens if tokens else 0.0,
             "tokens": tokens,
             "waiting_contexts": waiting_tokens / self._config.context_length,
         }
+        return figures if seconds is None else {**figures, "plan_ms": seconds * 1e3}
 
     def report(self, planner: Progress) -> PackingReport:
         """The figures so far; ``planner`` gives the counts and what still waits."""

@@ -10,7 +10,15 @@ import torch
 
 from hf_wlb.accounting import LogWindow, TokenMean, read_planner_state, save_planner_state
 
-STEP = {"imbalance": 1.2, "time_gap": 1.1, "delay": 0.5, "tokens": 100.0, "waiting_contexts": 2.0, "more": 7.0}
+STEP = {
+    "imbalance": 1.2,
+    "time_gap": 1.1,
+    "delay": 0.5,
+    "tokens": 100.0,
+    "waiting_contexts": 2.0,
+    "plan_ms": 0.5,
+    "more": 7.0,
+}
 
 
 def test_token_mean_weighs_means_by_their_tokens() -> None:
@@ -52,8 +60,9 @@ def test_a_window_gives_means_and_tokens_per_second(monkeypatch: pytest.MonkeyPa
     now[0] = 104.0
     means = window.means()
     assert means.pop("tokens_per_second") == pytest.approx(400 / 2.5)
+    assert means.pop("tokens_per_step") == 200.0
     assert means == pytest.approx(
-        {"imbalance": 1.3, "time_gap": 1.1, "delay": 0.25, "tokens_per_step": 200.0, "waiting_contexts": 2.0}
+        {"imbalance": 1.3, "time_gap": 1.1, "delay": 0.25, "waiting_contexts": 2.0, "plan_ms": 0.5}
     )
 
 

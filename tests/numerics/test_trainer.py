@@ -279,7 +279,7 @@ def test_logs_and_metrics_file(tmp_path: Path) -> None:
     trainer, recorder = train(tmp_path, callbacks=[metrics], logging_steps=2, eval_dataset=rows_of((4, 9)))
     trainer.evaluate()
     logs = [log for log in recorder.logs if "loss" in log]
-    names = {"imbalance", "delay", "time_gap", "tokens_per_step", "waiting_contexts", "tokens_per_second"}
+    names = {"imbalance", "delay", "time_gap", "tokens_per_step", "waiting_contexts", "plan_ms", "tokens_per_second"}
     assert all(names <= log.keys() for log in logs) and len(logs) == trainer.state.global_step // 2
     for place, log in enumerate(logs):
         plans = recorder.plans[2 * place : 2 * place + 2]
@@ -293,6 +293,10 @@ def test_logs_and_metrics_file(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines if "loss" in line] == recorder.losses
     assert [line["step"] for line in lines if "loss" in line] == [2 * place + 2 for place in range(len(logs))]
     assert "train_loss" in lines[-2] and "eval_loss" in lines[-1]
+    pieces = [document for plan in recorder.plans for document in plan.documents]
+    assert lines[-2]["packing_documents"] == len(LENGTHS)
+    assert lines[-2]["packing_split"] == sum(document.start > 0 for document in pieces) == 1
+    assert lines[-2]["packing_dropped"] == lines[-2]["packing_truncated"] == 0
     assert all(line["seconds"] >= 0 for line in lines)
 
 

@@ -52,7 +52,9 @@ def test_every_figure_by_hand():
         "delay": 0.0,
         "tokens": 16,
         "waiting_contexts": 0.4,
+        "plan_ms": 2.0,
     }
+    assert "plan_ms" not in figures[2]
     assert figures[1]["delay"] == 4 * 1 / 14
     report = metrics.report(Finished(step=3))
     assert (report.steps, report.flush_steps) == (2, 1)

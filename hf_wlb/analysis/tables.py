@@ -1,9 +1,10 @@
-"""Rich tables of what was found. Every column is explained below its table."""
+"""Rich tables of what was found, for terminals of 80 columns. Every column is explained below its table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -12,20 +13,21 @@ from hf_wlb.analysis.comparison import Analysis, CaseResult
 from hf_wlb.lengths import LengthSummary
 from hf_wlb.packing import PackingConfig, TuningPoint, TuningResult
 
-_BAR = 24  # characters of a full bar
+_BAR = 14  # characters of the longest bar of a column
 
-CASE_COLUMNS = (
-    ("packer", "what packs"),
+STEP_COLUMNS = (
     ("imbalance", "heaviest micro-batch over the mean one, mean over regular steps"),
     ("step gap", "modelled step time over perfect balance of what the step holds, regular steps"),
     ("delay", "mean steps a token waited, regular steps and what waited when the data ended"),
     ("worst", "longest wait of a document in steps"),
     ("waiting", "tokens held back, mean / peak, in context lengths"),
     ("variation", "standard deviation over mean of the tokens per step"),
-    ("lost", "share of tokens whose own document's beginning was cut off"),
-    ("work", "workload done, over that of whole documents (up to the context length)"),
+)
+SET_COLUMNS = (
     ("total time", "modelled time of the whole equal set, flush included, over perfect balance of whole documents"),
     ("tokens/s", "gain in tokens per modelled second over next-fit, whole set"),
+    ("lost", "share of tokens whose own document's beginning was cut off"),
+    ("work", "workload done, over that of whole documents (up to the context length)"),
     ("plan ms", "median planning time per step, processor time"),
 )
 
@@ -35,8 +37,10 @@ def analysis_tables(analysis: Analysis, source: str, priced_by: str, config: Pac
     yield from _heading(source, priced_by, config, analysis.crossover_length)
     yield histogram_table(analysis.summary)
     rows = [*analysis.results, *([analysis.recommended] if analysis.recommended else [])]
-    yield case_table(rows, f"The same {analysis.documents:,} documents ({analysis.tokens:,} tokens) for every packer")
-    yield legend(CASE_COLUMNS[1:])
+    yield step_table(rows, f"Every packer gets the same {analysis.documents:,} documents: its steps")
+    yield legend(STEP_COLUMNS)
+    yield set_table(rows, f"The whole set of {analysis.tokens:,} tokens")
+    yield legend(SET_COLUMNS)
     if any(row.subset for row in rows):
         yield Text("* planned only the first steps' worth of the documents, so no comparison of totals.", "dim")
     for note in analysis.notes:
@@ -79,13 +83,15 @@ def _heading(source: str, priced_by: str, config: PackingConfig, crossover: floa
 
 def histogram_table(summary: LengthSummary) -> Table:
     """Documents, tokens and attention work by length, one row per doubling."""
-    table = Table(title=f"{summary.count:,} documents, {summary.tokens:,} tokens", title_justify="left")
+    table = _table(f"{summary.count:,} documents, {summary.tokens:,} tokens; shares by length")
     for column in ("length", "documents", "tokens", "attention"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_column("tokens", width=_BAR)
     table.add_column("attention", width=_BAR)
-    for label, shares in histogram_rows(summary):
-        bars = ("█" * round(share * _BAR) for share in shares[1:])
+    rows = histogram_rows(summary)
+    most = [max((shares[which] for _, shares in rows), default=0.0) or 1.0 for which in (1, 2)]
+    for label, shares in rows:
+        bars = ("█" * round(share / full * _BAR) for share, full in zip(shares[1:], most, strict=True))
         table.add_row(label, *(f"{share:.1%}" for share in shares), *bars)
     typical, long = summary.percentiles.get(50.0, 0), summary.percentiles.get(99.0, 0)
     table.caption = (
@@ -115,44 +121,66 @@ def histogram_rows(summary: LengthSummary) -> list[tuple[str, tuple[float, float
     return rows
 
 
-def case_table(results: Sequence[CaseResult], title: str) -> Table:
-    """One row per packer; see ``CASE_COLUMNS``."""
-    table = Table(title=title, title_justify="left")
-    for name, _ in CASE_COLUMNS:
-        table.add_column(name, justify="left" if name == "packer" else "right", no_wrap=name == "packer")
-    baseline = next((row for row in results if row.config.packer == "next-fit"), None)
+def step_table(results: Sequence[CaseResult], title: str) -> Table:
+    """What a packer's steps are like, one row each; see ``STEP_COLUMNS``."""
+    table = _packer_table(title, STEP_COLUMNS)
     for row in results:
         report = row.report
-        gain = (
-            ""
-            if baseline is None or row.subset
-            else f"{(baseline.time_per_token / row.time_per_token - 1) * 100:+.1f}%"
-        )
         regular = report.steps > 0  # in a very short run a packer may have read everything in its first step
-        table.add_row(
-            row.label + ("*" if row.subset else ""),
+        _add(
+            table,
+            row,
             f"{report.imbalance:.3f}" if regular else "",
             f"{report.time_gap:.3f}" if regular else "",
             f"{report.delay:.2f}" if regular else "",
             str(report.delay_worst),
             f"{report.waiting_mean_contexts:.1f} / {report.waiting_peak_contexts:.1f}",
             f"{report.token_variation:.3f}" if regular else "",
-            f"{report.context_lost:.1%}",
-            f"{row.work_share:.1%}",
-            "" if row.subset else f"{row.time_over_perfect:.3f}",
-            gain,
-            f"{report.plan_ms:.2f}",
-            style="bold" if row.config.packer == "steady" else None,
         )
     return table
 
 
+def set_table(results: Sequence[CaseResult], title: str) -> Table:
+    """What training the whole set takes, one row each; see ``SET_COLUMNS``."""
+    table = _packer_table(title, SET_COLUMNS)
+    baseline = next((row for row in results if row.config.packer == "next-fit"), None)
+    for row in results:
+        compared = baseline is not None and not row.subset
+        _add(
+            table,
+            row,
+            "" if row.subset else f"{row.time_over_perfect:.3f}",
+            f"{(baseline.time_per_token / row.time_per_token - 1) * 100:+.1f}%" if baseline and compared else "",
+            f"{row.report.context_lost:.1%}",
+            f"{row.work_share:.1%}",
+            f"{row.report.plan_ms:.2f}",
+        )
+    return table
+
+
+def _packer_table(title: str, columns: Iterable[tuple[str, str]]) -> Table:
+    table = _table(title)
+    table.add_column("packer", no_wrap=True)
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _add(table: Table, row: CaseResult, *cells: str) -> None:
+    label = row.label + ("*" if row.subset else "")
+    table.add_row(label, *cells, style="bold" if row.config.packer == "steady" else None)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+
+
 def tuning_table(points: Iterable[TuningPoint], recommended: TuningPoint, title: str) -> Table:
     """One row per setting."""
-    table = Table(title=title, title_justify="left")
+    table = _table(title)
     table.add_column("setting")
     for name in ("time gap", "delay", "worst", "waiting", "variation"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     shown = list(points)
     for point in shown if recommended in shown else [recommended, *shown]:
         table.add_row(

@@ -39,10 +39,10 @@ class WLBProgressCallback(ProgressCallback):
 
 
 class MetricsFileCallback(TrainerCallback):
-    """Appends every log as one JSON object a line, with the step and seconds since the start of this process.
+    """Writes every log as one JSON object a line, with the step and seconds since the start of this process.
 
-    A resumed run goes on in the same file; lines of steps after the checkpoint are those of the interrupted run and
-    come again, so that readers take the last line of a step.
+    A run that starts anew starts the file anew. A resumed run keeps the lines up to its checkpoint and goes on behind
+    them, so that every step is there once.
 
     Args:
         path: The file; its folder is made.
@@ -51,6 +51,16 @@ class MetricsFileCallback(TrainerCallback):
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._start = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Forgets what an earlier run wrote about steps that are still to come."""
+        if not state.is_world_process_zero or not self._path.is_file():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if state.global_step and _step_of(line) <= state.global_step]
+        self._path.write_text("".join(kept), encoding="utf-8")
 
     def on_log(
         self,
@@ -67,3 +77,11 @@ class MetricsFileCallback(TrainerCallback):
         row = {"step": state.global_step, "seconds": round(time.perf_counter() - self._start, 3), **logs}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite for one that a killed run left unfinished."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

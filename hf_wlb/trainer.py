@@ -289,7 +289,7 @@ class WLBTrainer(Trainer):
     ) -> None:
         """Trainer's epoch, with this epoch's own number of steps, started in its middle after a resume.
 
-        The data already stands where it should (``_load_planner_state``), so nothing is skipped: Trainer runs the
+        The data already stands where it should (see ``_init_training_state``), so nothing is skipped: Trainer runs the
         steps that are left, and a fractional ``epoch`` makes its epoch counter come out right.
         """
         if self.state.global_step >= self.state.max_steps:  # a resume of a finished run

@@ -43,7 +43,7 @@ from hf_wlb.plots import plot_micro_batch_workloads
 from hf_wlb.presets import MODEL_PRESETS, preset_config
 
 DEMO = Path(__file__).parent / "configs" / "demo.yaml"
-PICTURED_STEPS = 40
+PICTURED_STEPS = 32
 
 
 @dataclass
@@ -83,7 +83,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[RecipeArguments, WLBTrainingAr
         del rest[place : place + 2]
     if not config.is_file():
         parser.error(f"there is no file {config}")
-    values = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
+    try:
+        values = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        parser.error(f"{config} is not valid YAML: {error}")
+    if not isinstance(values, dict):
+        parser.error(f"{config} must hold settings, one 'name: value' a line")
     known = {action.dest for action in parser._actions}
     unknown = sorted(set(values) - known)
     if unknown:
@@ -190,16 +195,12 @@ def _cells(report: PackingReport) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Trains from the arguments on the command line."""
-    recipe, training = parse_arguments(sys.argv[1:])
-    console = Console(quiet=training.process_index != 0)
-    folder = Path(training.output_dir)
-    resume = training.resume_from_checkpoint
-    if resume == "last":
-        resume = str(last_complete_checkpoint(folder))
-        console.print(f"Resuming from {resume}")
+def prepare(recipe: RecipeArguments, training: WLBTrainingArguments) -> WLBTrainer:
+    """Documents, tokenizer and model in a trainer.
 
+    Raises:
+        ValueError, OSError: In words for the user, where a path, a column or a setting is wrong.
+    """
     with training.main_process_first(desc="preparing the documents"):
         texts = load_documents(
             recipe.dataset,
@@ -210,23 +211,41 @@ def main() -> None:
         if recipe.max_documents is not None:
             texts = texts.select(range(min(recipe.max_documents, len(texts))))
         tokenizer = build_tokenizer(recipe, texts)
-        documents = tokenize_documents(texts, tokenizer, num_proc=recipe.preprocessing_workers)
-
-    metrics_file = folder / "metrics.jsonl"
-    if resume is None and training.process_index == 0:
-        metrics_file.unlink(missing_ok=True)
-    trainer = WLBTrainer(
+        documents = tokenize_documents(
+            texts,
+            tokenizer,
+            num_proc=recipe.preprocessing_workers,
+            drop_empty=training.empty_documents == "skip",
+        )
+    return WLBTrainer(
         model=build_model(recipe, training, tokenizer),
         args=training,
         train_dataset=documents,
         processing_class=tokenizer,
-        callbacks=[MetricsFileCallback(metrics_file)],
+        callbacks=[MetricsFileCallback(Path(training.output_dir) / "metrics.jsonl")],
     )
-    describe_run(console, trainer, sum(documents["length"]))
+
+
+def main() -> None:
+    """Trains from the arguments on the command line."""
+    recipe, training = parse_arguments(sys.argv[1:])
+    console = Console(quiet=training.process_index != 0)
+    folder = Path(training.output_dir)
+    resume = training.resume_from_checkpoint
+    try:
+        if resume == "last":
+            resume = str(last_complete_checkpoint(folder))
+            console.print(f"Resuming from {resume}")
+        trainer = prepare(recipe, training)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    describe_run(console, trainer, sum(trainer.train_dataset["length"]))
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    console.print(f"Loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {trainer.state.global_step} steps")
+    if losses:
+        console.print(f"Loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {trainer.state.global_step} steps")
     if trainer.is_world_process_zero():
         compare_with_next_fit(console, trainer, folder)
         console.print(f"Model and metrics: {folder}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from hf_wlb.data.progress import (
     Collator,
     PassProgress,
     PlannedStep,
-    check_schema,
+    check_state,
     planned_steps,
     warn_position_dropped,
 )
@@ -152,7 +153,8 @@ class WLBDataLoader:
                     "the latest iterator goes on, because the loader has one position."
                 )
             if progress.handed_out == size:
-                progress.begin(ahead.popleft(), handed_out=skip if progress.step is None and skip < size else 0)
+                before = skip if progress.step is None and skip < size else 0
+                progress.begin(ahead.popleft(), handed_out=before, salt=self._content)
             progress.handed_out += 1
             assert progress.step is not None, "a micro-batch belongs to a step"
             self._position = {"planner": progress.step.state, "handed_out": progress.handed_out}
@@ -214,6 +216,7 @@ class WLBDataLoader:
             "schema": LOADER_SCHEMA,
             "epoch": self.epoch,
             "handed_out": position["handed_out"],
+            "content": self._content,
             "planner": copy.deepcopy(position["planner"]),
         }
 
@@ -223,7 +226,13 @@ class WLBDataLoader:
         Raises:
             ValueError: If the state is of another version, data set, order or seed, or of other settings.
         """
-        check_schema(state, LOADER_SCHEMA, "data loader")
+        parts = ("epoch", "handed_out", "planner", "content")
+        check_state(state, LOADER_SCHEMA, "data loader", parts, self.config.micro_batches_per_replica)
+        if int(state["content"]) != self._content:
+            raise ValueError(
+                "This data loader state belongs to another data set: its documents are as long as these, but their "
+                "tokens differ. Pass the data set that it was taken from, or start anew without the state."
+            )
         loaded = copy.deepcopy({"planner": state["planner"], "handed_out": int(state["handed_out"])})
         before, epoch = self.epoch, int(state["epoch"])
         self.sampler.set_epoch(epoch)
@@ -235,6 +244,11 @@ class WLBDataLoader:
         self._loaded = loaded
         self._position = None
         self._pass += 1
+
+    @cached_property
+    def _content(self) -> int:
+        """Checksum of some documents' tokens: lengths alone would not tell two data sets of equal lengths apart."""
+        return self._documents.checksum()
 
     def _planner(self, position: Mapping[str, Any] | None) -> StepPlanner:
         planner = self.sampler.planner(self.epoch)

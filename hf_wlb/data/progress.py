@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,16 +153,33 @@ def check_repeatable(config: PackingConfig) -> None:
         )
 
 
-def check_schema(state: Mapping[str, Any], schema: str, what: str) -> None:
-    """Refuse a state that this version does not read.
+def check_state(state: Mapping[str, Any], schema: str, what: str, parts: Sequence[str], micro_batches: int) -> None:
+    """Refuse a state that this version does not read, or that is incomplete.
+
+    Args:
+        state: The state.
+        schema: The schema that is read.
+        what: Whose state it is, for the error.
+        parts: What must be in it.
+        micro_batches: Of a step on one replica: no more can have been handed out of it.
 
     Raises:
-        ValueError: If its schema is another one.
+        ValueError: Saying what is wrong.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"This {what} state is a {type(state).__name__}, not what state_dict() gave.")
     if state.get("schema") != schema:
         raise ValueError(
             f"This {what} state has schema {state.get('schema')!r}, but this version of hf_wlb reads {schema!r}; "
             "resume with the version that wrote it, or start a new pass over the data."
+        )
+    missing = [name for name in parts if name not in state]
+    if missing:
+        raise ValueError(f"This {what} state is incomplete: {', '.join(missing)} is missing. It must be kept whole.")
+    if not 0 <= int(state["handed_out"]) <= micro_batches:
+        raise ValueError(
+            f"This {what} state says that {state['handed_out']} micro-batches of a step were handed out, but a step "
+            f"has {micro_batches}: it is damaged."
         )
 
 

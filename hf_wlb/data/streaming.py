@@ -17,7 +17,7 @@ from hf_wlb.data.progress import (
     PlannedStep,
     check_repeatable,
     check_replica,
-    check_schema,
+    check_state,
     planned_steps,
     warn_position_dropped,
 )
@@ -223,7 +223,8 @@ class StreamingPackedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: If the state is of another version or of other settings.
         """
-        check_schema(state, STREAM_SCHEMA, "stream")
+        parts = ("epoch", "handed_out", "planner", "stream")
+        check_state(state, STREAM_SCHEMA, "stream", parts, self.config.micro_batches_per_replica)
         planner, _ = self._planner()
         planner.load_state_dict(state["planner"])  # it checks the settings
         snapshot = StreamSnapshot.from_dict(state["stream"])

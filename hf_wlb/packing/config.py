@@ -38,9 +38,11 @@ class PackingConfig:
         outlier_tokens: ``steady``: documents at least this long may have to wait. Default context / 8.
         max_time_gap: ``steady``: outliers leave as soon as the step that takes them is predicted to need no more than
             this share over perfect balance.
-        max_wait_steps: ``steady``: no document waits longer than this.
-        max_waiting_contexts: ``steady``: at most this many contexts' worth of tokens wait. Default 10, or 0.47 of a
-            step's micro-batches where that is more.
+        max_wait_steps: ``steady``: a document that has waited so long goes before all others; it waits on only where
+            more such documents are due than fit into a step.
+        max_waiting_contexts: ``steady``: when more than this many contexts' worth of tokens wait, the cheapest outliers
+            to release leave in the next step that has room for them; at half as much again reading stops until they
+            have. Default 10, or 0.47 of a step's micro-batches where that is more.
         window_steps: ``greedy`` and ``solver``: global batches that are packed together.
         solver_seconds: ``solver``: time limit for one window.
     """
@@ -66,11 +68,17 @@ class PackingConfig:
     def __post_init__(self) -> None:
         """Fails on settings that cannot work, in the words of the caller."""
         for name in ("context_length", "micro_batches_per_replica", "dp_size", "pp_size", "window_steps"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+            given = getattr(self, name)
+            _require(
+                isinstance(given, int) and given >= 1, f"{name} must be a whole number of at least 1, got {given!r}"
+            )
         _require(
             self.packer in PACKER_NAMES,
             f"unknown packer {self.packer!r}; choose one of {', '.join(PACKER_NAMES)}",
         )
+        for name in ("max_tokens_per_micro_batch", "max_document_tokens"):
+            given = getattr(self, name)
+            _require(given is None or isinstance(given, int), f"{name} must be a whole number or None, got {given!r}")
         for name, allowed in (("oversize", get_args(OversizePolicy)), ("empty", get_args(EmptyPolicy))):
             given = getattr(self, name)
             _require(given in allowed, f"{name} must be one of {', '.join(allowed)}, got {given!r}")

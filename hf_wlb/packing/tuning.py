@@ -130,7 +130,8 @@ def tune(
 
     ``wlb``: thresholds of 1, 2 and 3 levels; ``steady``: ``max_time_gap`` and ``max_waiting_contexts``; both: S_max.
     Recommended is what takes least modelled time among the settings with a mean delay of at most ``max_delay``; of
-    those within 0.5% of it, one with the smallest S_max.
+    those within 0.5% of it, one with the smallest S_max. A setting that cuts more documents than ``config`` does,
+    because its S_max is smaller, is never recommended: it would only seem faster.
 
     Args:
         lengths_sample: Lengths in tokens, shape [documents]; passes over it in random order make the stream.
@@ -160,7 +161,7 @@ def tune(
     # Half a step more than is needed: packers that hold documents back have read more than they have trained.
     waiting = 4 * max(10.0, config.micro_batches) * config.context_length
     stream = length_stream(lengths_sample, int((steps + 1) * config.tokens_per_step + waiting), seed)
-    limits = Limits(max_delay, max_token_variation)
+    limits = Limits(max_delay, max_token_variation, _share_cut_off(stream, replace(config, packer="steady")))
     trials = _Trials(stream, workload, steps, mapper, progress, limits)
     for packer in dict.fromkeys(packers):
         if packer == "wlb":
@@ -213,7 +214,20 @@ class _Trials:
 
 
 def _try_setting(stream: IntArray, workload: WorkloadModel, steps: int, config: PackingConfig) -> TuningPoint:
-    return TuningPoint.of(config, measure(StepPlanner(ArraySource(stream), workload, config), steps))
+    report = measure(StepPlanner(ArraySource(stream), workload, config), steps)
+    return TuningPoint.of(config, report, _share_cut_off(stream, config))
+
+
+def _share_cut_off(stream: IntArray, config: PackingConfig) -> float:
+    """Share of the tokens that lie beyond what stays whole of their documents.
+
+    >>> _share_cut_off(np.array([4, 16]), PackingConfig(8, 1, max_tokens_per_micro_batch=10))
+    0.3
+    """
+    longest = config.longest_document
+    if longest is None:
+        return 0.0
+    return float(np.maximum(stream - longest, 0).sum() / stream.sum())
 
 
 def _search_wlb(trials: _Trials, config: PackingConfig, candidates: list[int]) -> None:

@@ -26,6 +26,7 @@ class TuningPoint:
         waiting_mean_contexts: Tokens waiting on average, in context lengths.
         waiting_peak_contexts: The most of them.
         imbalance: Mean imbalance degree.
+        context_lost: Share of tokens whose document is cut before them, because it is longer than what stays whole.
     """
 
     config: PackingConfig
@@ -36,9 +37,10 @@ class TuningPoint:
     waiting_mean_contexts: float
     waiting_peak_contexts: float
     imbalance: float
+    context_lost: float
 
     @classmethod
-    def of(cls, config: PackingConfig, report: PackingReport) -> TuningPoint:
+    def of(cls, config: PackingConfig, report: PackingReport, context_lost: float) -> TuningPoint:
         """Takes the figures that matter out of a report."""
         return cls(
             config,
@@ -49,6 +51,7 @@ class TuningPoint:
             report.waiting_mean_contexts,
             report.waiting_peak_contexts,
             report.imbalance,
+            context_lost,
         )
 
     @property
@@ -113,10 +116,13 @@ class Limits:
 
     max_delay: float
     max_token_variation: float | None
+    max_context_lost: float
 
     def allow(self, point: TuningPoint) -> bool:
         """Whether the setting keeps them."""
         variation = self.max_token_variation
+        if point.context_lost > self.max_context_lost:  # less work is no better balance
+            return False
         return point.delay <= self.max_delay and (variation is None or point.token_variation <= variation)
 
     @property
@@ -140,7 +146,8 @@ def choose(points: Sequence[TuningPoint], limits: Limits) -> tuple[TuningPoint, 
     """Least time within the limits, or a smaller S_max if that costs next to nothing; and why."""
     allowed = [point for point in points if limits.allow(point)]
     if not allowed:
-        chosen = min(points, key=lambda p: (p.delay, p.time_gap, p.config.s_max))
+        uncut = [point for point in points if point.context_lost <= limits.max_context_lost] or points
+        chosen = min(uncut, key=lambda p: (p.delay, p.time_gap, p.config.s_max))
         return chosen, (
             f"None of {len(points)} settings kept {limits.description}; {chosen.description} delays least, "
             f"{chosen.delay:.2f} steps on average, at {_over(chosen)} over perfect balance."

@@ -46,7 +46,7 @@ PREFIXES = {"steady, max_time_gap": "gap ", "steady, max_waiting_contexts": "wai
 
 Logged = tuple[CaseResult, list[dict[str, Any]]]
 log = Console(stderr=True)
-out = Console()
+out = Console(width=max(Console().width, 170))  # the tables have many columns
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -59,7 +59,12 @@ def _disagreement(rank: int, world_size: int, what: str) -> tuple[int, str]:
     if what == "seed":
         data = _loader(rank, world_size, seed=rank)
     elif what == "steps":  # equal at first, then rank 1 has more
-        data = _loader(rank, world_size, [20] * (8 + 16 * rank), shuffle=False)
+        data = _stream(rank, world_size, [20] * (8 + 16 * rank))
+    elif what == "content":  # known lengths, other tokens
+        rows = marked_documents(LENGTHS)
+        rows[0]["input_ids"][0] += rank
+        other = _loader(rank, world_size)
+        data = type(other)(rows, packing(world_size), WORKLOAD, dp_rank=rank)
     elif what == "tokens":  # other documents of the same lengths
         data = _stream(rank, world_size)
         rows = marked_documents(LENGTHS)
@@ -79,7 +84,7 @@ def _disagreement(rank: int, world_size: int, what: str) -> tuple[int, str]:
 
 
 def _disagreements(rank: int, world_size: int) -> dict[str, tuple[int, str]]:
-    return {what: _disagreement(rank, world_size, what) for what in ("seed", "steps", "tokens", "epoch")}
+    return {what: _disagreement(rank, world_size, what) for what in ("seed", "steps", "tokens", "content", "epoch")}
 
 
 def test_a_disagreement_is_an_error_on_every_rank() -> None:
@@ -89,7 +94,8 @@ def test_a_disagreement_is_an_error_on_every_rank() -> None:
         assert error.startswith("The ranks do not agree on "), what
         assert "rank 0 has" in error and "rank 1 has" in error
         assert handed_out % 2 == 0, "found before a step's first micro-batch"
-    assert first["seed"][0] == first["epoch"][0] == 0 and first["steps"][0] > 0 and first["tokens"][0] > 0
+    assert first["seed"][0] == first["epoch"][0] == first["content"][0] == 0
+    assert first["steps"][0] > 0 and first["tokens"][0] > 0
 
 
 BIG = 2**63 - 1

@@ -305,6 +305,17 @@ def test_a_state_of_something_else_is_refused() -> None:
         with pytest.raises(ValueError, match=sentence):
             loader.load_state_dict(state)
         assert loader.epoch == 4  # unharmed
+    changed = marked_documents(LENGTHS)
+    changed[0]["input_ids"][0] += 1
+    with pytest.raises(ValueError, match="as long as these, but their tokens differ"):
+        WLBDataLoader(changed, packing(), WORKLOAD).load_state_dict(state)
+    for name in ("epoch", "handed_out", "planner", "content"):
+        with pytest.raises(ValueError, match=f"incomplete: {name} is missing"):
+            loader_of(LENGTHS).load_state_dict({key: value for key, value in state.items() if key != name})
+    with pytest.raises(ValueError, match="7 micro-batches of a step were handed out, but a step has 2"):
+        loader_of(LENGTHS).load_state_dict({**state, "handed_out": 7})
+    with pytest.raises(ValueError, match="is a NoneType"):
+        loader_of(LENGTHS).load_state_dict(None)
     with pytest.raises(ValueError, match=r"schema 'hf_wlb.loader/0', but this version"):
         loader_of(LENGTHS).load_state_dict({**state, "schema": "hf_wlb.loader/0"})
     state["planner"]["schema"] = "hf_wlb.planner/99"

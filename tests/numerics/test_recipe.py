@@ -45,8 +45,10 @@ def run(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Loss of every step; the last line of a step counts, as a resumed run repeats the interrupted one's."""
+    """Loss of every step; each step is there once, also after a resume."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert len(steps) == len(set(steps))
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
@@ -121,9 +123,32 @@ def test_yaml_and_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             parse_arguments(argv)
         return capsys.readouterr().err
 
+    for broken, sentence in (("a: [", "is not valid YAML"), ("only words", "must hold settings")):
+        config.write_text(broken)
+        assert sentence in refused(["--config", str(config)])
     config.write_text("contxt_length: 100\n")
     assert "unknown settings: contxt_length" in refused(["--config", str(config)])
     assert "there is no file" in refused(["--config", str(tmp_path / "absent.yaml")])
     assert "needs a file" in refused(["--config"])
     assert "below context_length" in refused(["--max_tokens_per_micro_batch", "10"])
     assert "thresholds must ascend" in refused(["--packer", "wlb", "--outlier_thresholds", "9", "5"])
+
+
+def test_wrong_input_gets_a_sentence(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"body": "a"}\n')
+    for changes, sentence in (
+        ({"dataset": tmp_path / "absent.jsonl"}, "There is no file or folder"),
+        ({"dataset": rows}, "body"),
+    ):
+        result = run(tmp_path / "out", **changes)
+        assert result.returncode == 2 and "Traceback" not in result.stderr
+        assert sentence in result.stderr.strip().splitlines()[-1]
+
+
+def test_empty_documents_are_skipped_and_a_run_without_logs_ends(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *["one two three " * 40] * 12]))
+    result = run(tmp_path / "out", dataset=rows, empty_documents="skip", max_steps=1, logging_steps=9, warmup_steps=0)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert (tmp_path / "out" / "micro_batch_workloads.png").is_file()

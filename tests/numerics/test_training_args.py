@@ -28,7 +28,7 @@ def test_the_defaults_are_a_planner_of_one_micro_batch(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no context": ({"context_length": None}, "context_length is missing: .*for example context_length=8192"),
-    "context 0": ({"context_length": 0}, "context_length must be at least 1, got 0"),
+    "context 0": ({"context_length": 0}, "context_length must be a whole number of at least 1, got 0"),
     "train rows": (
         {"per_device_train_batch_size": 2},
         "per_device_train_batch_size=2: .*must be 1. Use context_length and gradient_accumulation_steps",
@@ -58,8 +58,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gap": ({"max_time_gap": -0.1}, "max_time_gap must not be negative"),
     "wait": ({"max_wait_steps": 0}, "max_wait_steps must be at least 1"),
     "contexts": ({"max_waiting_contexts": 0.0}, "max_waiting_contexts must be positive"),
-    "window": ({"window_steps": 0}, "window_steps must be at least 1"),
-    "stages": ({"plan_pp_size": 0}, "pp_size must be at least 1"),
+    "window": ({"window_steps": 0}, "window_steps must be a whole number of at least 1"),
+    "stages": ({"plan_pp_size": 0}, "pp_size must be a whole number of at least 1"),
 }
 
 

@@ -21,7 +21,7 @@ def long_tailed(documents: int = 4000) -> np.ndarray:
 
 def point(time_gap: float, delay: float, s_max: float = 1.25, variation: float = 0.0) -> TuningPoint:
     config = replace(CONFIG, max_tokens_per_micro_batch=int(s_max * CONTEXT))
-    return TuningPoint(config, time_gap, delay, 1, variation, 0.0, 0.0, 1.0)
+    return TuningPoint(config, time_gap, delay, 1, variation, 0.0, 0.0, 1.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_the_pareto_front_is_not_beaten(result) -> None:
 
 
 def test_less_memory_is_preferred_within_half_a_percent() -> None:
-    limits = Limits(1.0, None)
+    limits = Limits(1.0, None, 0.0)
     assert choose([point(1.000, 0.5, 2.0), point(1.004, 0.5, 1.125)], limits)[0].memory_factor == 1.125
     assert choose([point(1.000, 0.5, 2.0), point(1.006, 0.5, 1.125)], limits)[0].memory_factor == 2.0
     chosen, reason = choose([point(1.000, 0.5, 2.0), point(1.004, 0.5, 1.125)], limits)
@@ -98,9 +98,9 @@ def test_less_memory_is_preferred_within_half_a_percent() -> None:
 
 def test_limits_hold_and_an_impossible_one_is_said() -> None:
     points = [point(1.0, 2.0), point(1.1, 0.5, variation=0.3), point(1.2, 0.4, variation=0.01)]
-    assert choose(points, Limits(1.0, None))[0] == points[1]
-    assert choose(points, Limits(1.0, 0.05))[0] == points[2]
-    chosen, reason = choose(points, Limits(0.1, None))
+    assert choose(points, Limits(1.0, None, 0.0))[0] == points[1]
+    assert choose(points, Limits(1.0, 0.05, 0.0))[0] == points[2]
+    chosen, reason = choose(points, Limits(0.1, None, 0.0))
     assert chosen == points[2] and reason.startswith("None of 3 settings kept the mean delay within 0.1 steps")
 
 
@@ -142,3 +142,14 @@ def test_bad_input_gets_a_sentence(changes, sentence) -> None:
     given = {"lengths_sample": long_tailed(100), "workload": WORKLOAD, "config": CONFIG, **changes}
     with pytest.raises(ValueError, match=sentence):
         tune(**given)
+
+
+def test_an_s_max_that_cuts_documents_is_not_recommended() -> None:
+    # Documents of 20,000 tokens fit whole at 1.25 x context; cut at 1.0 x they would do less work.
+    random = np.random.default_rng(0)
+    lengths = np.where(random.random(1500) < 0.15, 20_000, random.integers(200, 3000, 1500))
+    config = PackingConfig(16_384, micro_batches_per_replica=4, pp_size=4)
+    found = tune(lengths, AnalyticWorkload.from_crossover(24_576), config, packers=["steady"], steps=20)
+    cutting = [p for p in found.points if p.config.s_max < 20_000]
+    assert cutting and all(p.context_lost > 0.05 for p in cutting)
+    assert found.recommended.config.s_max >= 20_000 and found.recommended.context_lost == 0

@@ -59,7 +59,7 @@ def _disagreement(rank: int, world_size: int, what: str) -> tuple[int, str]:
     if what == "seed":
         data = _loader(rank, world_size, seed=rank)
     elif what == "steps":  # equal at first, then rank 1 has more
-        data = _stream(rank, world_size, [20] * (8 + 16 * rank))
+        data = _stream(rank, world_size, [9] * (40 + 40 * rank))
     elif what == "content":  # known lengths, other tokens
         rows = marked_documents(LENGTHS)
         rows[0]["input_ids"][0] += rank

@@ -17,19 +17,20 @@ from hf_wlb.data.progress import (
     Collator,
     PassProgress,
     PlannedStep,
+    TellsProgress,
     check_state,
     planned_steps,
     warn_position_dropped,
 )
 from hf_wlb.data.sampler import PlannedBatchSampler
 from hf_wlb.lengths import LengthArray
-from hf_wlb.packing import PackingConfig, PackingReport, StepPlan, StepPlanner
+from hf_wlb.packing import PackingConfig, StepPlanner
 from hf_wlb.workload import WorkloadModel
 
 LOADER_SCHEMA = "hf_wlb.loader/1"
 
 
-class WLBDataLoader:
+class WLBDataLoader(TellsProgress):
     """Iterates over the collated micro-batches of one data-parallel replica, one epoch at a time.
 
     Every rank plans for itself in its main process; workers only fetch and collate. Before a step's first
@@ -188,22 +189,6 @@ class WLBDataLoader:
             name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in micro_batch.items()
         }
-
-    # ---- what is being trained ----
-
-    @property
-    def plan(self) -> StepPlan | None:
-        """The whole step (all replicas) of the micro-batch handed out last; None before the first of a pass."""
-        return self._progress.plan
-
-    @property
-    def step_metrics(self) -> dict[str, float]:
-        """That step's figures for the log: see ``PackingMetrics.observe``."""
-        return self._progress.step_metrics
-
-    def report(self) -> PackingReport:
-        """Return the figures over the present pass, from its beginning or from where it was resumed."""
-        return self._progress.report()
 
     # ---- state ----
 

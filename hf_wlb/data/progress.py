@@ -127,6 +127,26 @@ class PassProgress:
         return self._metrics.report(seen)
 
 
+class TellsProgress:
+    """What everything that hands out planned micro-batches tells of the present pass."""
+
+    _progress: PassProgress
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The whole step (all replicas) of the micro-batch handed out last; None before the first of a pass."""
+        return self._progress.plan
+
+    @property
+    def step_metrics(self) -> dict[str, float]:
+        """That step's figures for the log: see ``PackingMetrics.observe``."""
+        return self._progress.step_metrics
+
+    def report(self) -> PackingReport:
+        """Return the figures over the present pass, from its beginning or from where it was resumed."""
+        return self._progress.report()
+
+
 def check_replica(config: PackingConfig, dp_rank: int) -> None:
     """Refuse a replica that the layout does not have.
 

@@ -15,6 +15,7 @@ from hf_wlb.data.progress import (
     Collator,
     PassProgress,
     PlannedStep,
+    TellsProgress,
     check_repeatable,
     check_replica,
     check_state,
@@ -22,7 +23,7 @@ from hf_wlb.data.progress import (
     warn_position_dropped,
 )
 from hf_wlb.data.stream_source import Stream, StreamSnapshot, StreamSource
-from hf_wlb.packing import PackingConfig, PackingReport, StepPlan, StepPlanner
+from hf_wlb.packing import PackingConfig, StepPlanner
 from hf_wlb.workload import WorkloadModel
 
 STREAM_SCHEMA = "hf_wlb.stream/1"
@@ -35,7 +36,7 @@ class _Position:
     handed_out: int
 
 
-class StreamingPackedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
+class StreamingPackedDataset(TellsProgress, torch.utils.data.IterableDataset[dict[str, Any]]):
     """Yields the collated micro-batches of one data-parallel replica from a stream of documents.
 
     Every rank reads the same, whole stream, plans for itself and keeps its replica's share: do not shard the source
@@ -173,22 +174,6 @@ class StreamingPackedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         ]
         source.release(step.plan.documents)
         return features
-
-    # ---- what is being trained ----
-
-    @property
-    def plan(self) -> StepPlan | None:
-        """The whole step (all replicas) of the micro-batch handed out last; None before the first of a pass."""
-        return self._progress.plan
-
-    @property
-    def step_metrics(self) -> dict[str, float]:
-        """That step's figures for the log: see ``PackingMetrics.observe``."""
-        return self._progress.step_metrics
-
-    def report(self) -> PackingReport:
-        """Return the figures over the present pass, from its beginning or from where it was resumed."""
-        return self._progress.report()
 
     # ---- state ----
 

@@ -15,6 +15,10 @@ from itertools import accumulate
 from hf_wlb.packing.fluid import FluidStep
 from hf_wlb.packing.types import Document
 
+#: A window may exceed the tokens left in its step by this share of the step, made up for in the next one: N documents
+#: of exactly the context length (pieces of longer ones) fill a step to the last token, which is never left quite empty.
+OVERSHOOT = 0.02
+
 #: With replicas to deal to, so many micro-batches of windows are tried for the cheapest; beyond, every n-th window.
 WINDOW_WORK = 1 << 13
 
@@ -51,6 +55,11 @@ class Draft:
     def room(self) -> int:
         """Tokens still to come."""
         return self.budget - self.tokens
+
+    @property
+    def window_room(self) -> float:
+        """Tokens that a window of outliers may bring."""
+        return self.room + OVERSHOOT * self.budget
 
     @property
     def documents(self) -> list[Document]:
@@ -128,7 +137,7 @@ class OutlierPool:
         excess = [0.0, *accumulate(d.workload - density * d.length for d in self._documents)]
 
         def last_of(first: int) -> int:
-            return min(bisect_right(sums, sums[first] + draft.room, first) - 1, first + self._micro_batches)
+            return min(bisect_right(sums, sums[first] + draft.window_room, first) - 1, first + self._micro_batches)
 
         def balanced(first: int) -> bool:
             last = last_of(first)
@@ -162,7 +171,7 @@ class OutlierPool:
         count = must + 1 if oldest else len(documents)
         every = 1 if self._fluid.quick else 1 + count * self._micro_batches // WINDOW_WORK
         for first in range(count - 1, -1, -every)[::-1]:  # the last one always
-            last = min(bisect_right(sums, sums[first] + draft.room, first) - 1, first + self._micro_batches)
+            last = min(bisect_right(sums, sums[first] + draft.window_room, first) - 1, first + self._micro_batches)
             if last <= first or (oldest and last <= must):  # last < first: no room at all
                 continue
             cost = self._gap(draft, documents[first:last], density) / (sums[last] - sums[first])

@@ -30,7 +30,7 @@ OVERFULL = 1.5
 class SteadyPacker(Packer):
     """Deviates from Algorithm 1 (paper, section 4) in three ways.
 
-    * Every step trains the same number of tokens: what outliers bring, new documents leave out.
+    * Every step trains the same number of tokens, to within 2%: what outliers bring, new documents leave out.
     * Outliers leave as soon as the step that takes them stays balanced by the step-time model, see ``OutlierPool``;
       there are no levels and no thresholds to tune.
     * Waiting is bounded. A document that has waited ``max_wait_steps`` is due: it is placed before all that are not.

@@ -15,6 +15,7 @@ the model in Hugging Face format, ``metrics.jsonl`` and ``micro_batch_workloads.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -169,11 +170,9 @@ def compare_with_next_fit(console: Console, trainer: WLBTrainer, folder: Path) -
     for config in (plain, replace(packing)):
         report = measure(_first_epoch(trainer, config))
         table.add_row(*_cells(report))
-        plans = (plan for plan in _first_epoch(trainer, config) if not plan.flush)
-        panels[config.packer] = [
-            [w for replica in plan.workloads() for w in replica]
-            for plan, _ in zip(plans, range(PICTURED_STEPS), strict=False)
-        ]
+        plans = list(itertools.islice(_first_epoch(trainer, config), PICTURED_STEPS))
+        regular = [plan for plan in plans if not plan.flush] or plans  # little data may end in the very first step
+        panels[config.packer] = [[w for replica in plan.workloads() for w in replica] for plan in regular]
     console.print(table)
     path = folder / "micro_batch_workloads.png"
     plot_micro_batch_workloads(panels, path, title="Workload of every micro-batch, step by step", unit="modelled time")

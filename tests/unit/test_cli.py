@@ -97,7 +97,7 @@ def test_pictures_are_written(lengths_file, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--context", "0"], "context_length must be at least 1"),
+        (["--context", "0"], "context_length must be a whole number of at least 1"),
         (["--s-max", "4096"], "max_tokens_per_micro_batch=4,096 is below context_length"),
         (["--crossover", "1000", "--model", "7B"], "model and crossover were given"),
         (["--crossover", "0"], "The crossover length must be above 0"),

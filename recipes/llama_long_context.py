@@ -39,7 +39,7 @@ from hf_wlb import WLBTrainer, WLBTrainingArguments
 from hf_wlb.callbacks import MetricsFileCallback
 from hf_wlb.data.text import load_documents
 from hf_wlb.data.tokenization import tokenize_documents, train_byte_level_bpe
-from hf_wlb.packing import PackingConfig, PackingReport, StepPlanner, measure
+from hf_wlb.packing import PackingReport, StepPlanner, measure
 from hf_wlb.plots import plot_micro_batch_workloads
 from hf_wlb.presets import MODEL_PRESETS, preset_config
 
@@ -154,34 +154,22 @@ def describe_run(console: Console, trainer: WLBTrainer, tokens: int) -> None:
 def compare_with_next_fit(console: Console, trainer: WLBTrainer, folder: Path) -> None:
     """Prints and draws the micro-batches of this run beside those that plain packing would have formed."""
     packing = trainer.packing
-    plain = PackingConfig(
-        context_length=packing.context_length,
-        micro_batches_per_replica=packing.micro_batches_per_replica,
-        dp_size=packing.dp_size,
-        pp_size=packing.pp_size,
-        packer="next-fit",
-        oversize=packing.oversize,
-        empty=packing.empty,
-    )
+    plain = replace(packing, packer="next-fit", max_document_tokens=None)
+    source = trainer.get_train_dataloader().sampler.planner(0).source
     table = Table(title="The first epoch's micro-batches")
     for heading in ("packer", "imbalance", "modelled time over perfect balance", "delay (steps)", "steps"):
         table.add_column(heading, justify="left" if heading == "packer" else "right")
     panels = {}
-    for config in (plain, replace(packing)):
-        report = measure(_first_epoch(trainer, config))
+    for config in (plain, packing):
+        report = measure(StepPlanner(source, trainer.workload, config))
         table.add_row(*_cells(report))
-        plans = list(itertools.islice(_first_epoch(trainer, config), PICTURED_STEPS))
+        plans = list(itertools.islice(StepPlanner(source, trainer.workload, config), PICTURED_STEPS))
         regular = [plan for plan in plans if not plan.flush] or plans  # little data may end in the very first step
         panels[config.packer] = [[w for replica in plan.workloads() for w in replica] for plan in regular]
     console.print(table)
     path = folder / "micro_batch_workloads.png"
     plot_micro_batch_workloads(panels, path, title="Workload of every micro-batch, step by step", unit="modelled time")
     console.print(f"Picture: {path}")
-
-
-def _first_epoch(trainer: WLBTrainer, config: PackingConfig) -> StepPlanner:
-    sampler = trainer.get_train_dataloader().sampler
-    return StepPlanner(sampler.planner(0).source, trainer.workload, config)
 
 
 def _cells(report: PackingReport) -> list[str]:

@@ -172,8 +172,3 @@ def documents_to_state(documents: Iterable[Document]) -> list[list[float]]:
 def documents_from_state(rows: Iterable[Sequence[float]]) -> list[Document]:
     """Reverses ``documents_to_state``."""
     return [Document(int(i), int(s), int(n), float(w), int(a)) for i, s, n, w, a in rows]
-
-
-def longest_first(documents: Iterable[Document]) -> list[Document]:
-    """Sorted by length, descending; ties in data set order, so that all ranks agree."""
-    return sorted(documents, key=lambda d: (-d.length, d.index, d.start))

@@ -11,14 +11,13 @@ from hf_wlb.packing.base import (
     Replicas,
     documents_from_state,
     documents_to_state,
-    longest_first,
 )
 from hf_wlb.packing.config import PackingConfig
 from hf_wlb.packing.fluid import FluidPlan, FluidStep
 from hf_wlb.packing.local_search import even_out_replicas, level_out
 from hf_wlb.packing.outlier_pool import Draft, OutlierPool, oldest_first
 from hf_wlb.packing.reader import DocumentReader
-from hf_wlb.packing.types import Document, MicroBatch
+from hf_wlb.packing.types import Document, MicroBatch, longest_first
 
 #: A document may have to wait if it alone weighs more than this share of a mean micro-batch.
 HEAVY_SHARE = 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +29,11 @@ class Document(NamedTuple):
     length: int
     workload: float
     arrived: int
+
+
+def longest_first(documents: Iterable[Document]) -> list[Document]:
+    """Sorted by length, descending; ties in data set order, so that all ranks agree."""
+    return sorted(documents, key=lambda d: (-d.length, d.index, d.start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class MicroBatch:
         >>> MicroBatch.of([Document(0, 0, 3, 3.0, 0), Document(1, 0, 5, 5.0, 0)]).tokens
         8
         """
-        ordered = sorted(documents, key=lambda d: (-d.length, d.index, d.start))
+        ordered = longest_first(documents)
         return cls(tuple(ordered), sum(d.length for d in ordered), sum(d.workload for d in ordered))
 
 

@@ -13,11 +13,10 @@ from hf_wlb.packing.base import (
     TokenBudget,
     documents_from_state,
     documents_to_state,
-    longest_first,
 )
 from hf_wlb.packing.config import PackingConfig
 from hf_wlb.packing.reader import DocumentReader
-from hf_wlb.packing.types import Document
+from hf_wlb.packing.types import Document, longest_first
 
 
 class WindowedPacker(Packer):

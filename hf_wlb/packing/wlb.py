@@ -12,12 +12,11 @@ from hf_wlb.packing.base import (
     TokenBudget,
     documents_from_state,
     documents_to_state,
-    longest_first,
 )
 from hf_wlb.packing.config import PackingConfig
 from hf_wlb.packing.outliers import OutlierQueue
 from hf_wlb.packing.reader import DocumentReader
-from hf_wlb.packing.types import Document
+from hf_wlb.packing.types import Document, longest_first
 
 #: Levels of the outlier queue, as shares of the context length, where none are given. The paper prints none.
 DEFAULT_THRESHOLDS = (0.25, 0.5)

@@ -1,6 +1,32 @@
-"""Attention inside documents: the reference kernel and its registration with Transformers."""
+"""Attention inside documents: kernels, context-parallel attention and its registration with Transformers."""
 
-from hf_wlb.attention.reference import attend_documents
-from hf_wlb.attention.registration import check_isolation, document_attention_enabled, register
+from hf_wlb.attention.context import AttentionContext, KeyValueExchange, ShardTensors
+from hf_wlb.attention.function import attend
+from hf_wlb.attention.isolation import check_isolation
+from hf_wlb.attention.kernels import (
+    AttentionKernel,
+    AttentionOptions,
+    KernelRequest,
+    available_kernels,
+    choose_kernel,
+)
+from hf_wlb.attention.meter import KernelMeter
+from hf_wlb.attention.registration import document_attention_enabled, register
+from hf_wlb.attention.segments import Segments
 
-__all__ = ["attend_documents", "check_isolation", "document_attention_enabled", "register"]
+__all__ = [
+    "AttentionContext",
+    "AttentionKernel",
+    "AttentionOptions",
+    "KernelMeter",
+    "KernelRequest",
+    "KeyValueExchange",
+    "Segments",
+    "ShardTensors",
+    "attend",
+    "available_kernels",
+    "check_isolation",
+    "choose_kernel",
+    "document_attention_enabled",
+    "register",
+]

@@ -1,30 +1,28 @@
 """``attn_implementation="wlb"``: document attention inside unmodified Transformers models.
 
-The plan of a micro-batch (where documents begin) travels as keyword arguments of the model's forward, as for
-FlashAttention: ``cu_seq_lens_q``. Models that drop it, or that do not use Transformers' attention interface at all,
-would silently attend across documents; ``check_isolation`` finds them out before training.
+The plan of a micro-batch travels as keyword arguments of the model's forward: ``cu_seq_lens_q`` as for FlashAttention
+where documents are whole, ``wlb_shard`` and ``wlb_context`` under context parallelism. Models that drop it, or that do
+not use Transformers' attention interface at all, would silently attend across documents; ``hf_wlb.attention.isolation``
+finds them out before training.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from itertools import accumulate
+from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import flash_attention_mask
 
-from hf_wlb.attention.reference import attend_documents
+from hf_wlb.attention.context import AttentionContext, ShardTensors
+from hf_wlb.attention.function import attend
+from hf_wlb.attention.kernels import AttentionOptions
 
 IMPLEMENTATION = "wlb"
-_LISTENING = "wlb_check"  # the same, while check_isolation listens
-
-_PROBE = [1, 2, 1, 2, 1]  # the document that check_isolation looks at
-
-#: Layer types whose attention is fully described by the arguments that the attention interface passes.
-SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def wlb_attention(
@@ -39,6 +37,9 @@ def wlb_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    wlb_shard: ShardTensors | None = None,
+    wlb_context: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that Transformers calls.
@@ -49,27 +50,51 @@ def wlb_attention(
         key: [1, KV heads, tokens, head size].
         value: [1, KV heads, tokens, value head size].
         attention_mask: Must hide nothing.
-        scaling: Factor on the scores.
+        scaling: Factor on the scores; default head size ** -0.5.
         dropout: Must be 0.
         sliding_window: Tokens that a query sees, itself included.
-        softcap: See ``attend_documents``.
+        softcap: Scores become ``softcap * tanh(score / softcap)``.
         s_aux: [heads], attention sinks.
-        cu_seq_lens_q: int32 [documents + 1], first token of every document and the number of tokens.
+        cu_seq_lens_q: int32 [documents + 1], first token of every document and the number of tokens; the plan where
+            documents are whole on this process. Read back from a GPU in every layer, unless ``wlb_shard`` comes.
+        max_length_q: Tokens of the longest document.
+        wlb_shard: The plan under context parallelism, or of whole documents.
+        wlb_context: How to attend; by default with the fastest kernel, alone.
         **kwargs: What else the model passes on; refused where it would change the result.
 
     Returns:
         [1, tokens, heads, value head size], and None for the attention weights.
 
     Raises:
-        ValueError: No plan, a padding mask, several rows, dropout or a bias: whatever would give a wrong result.
+        ValueError: No plan or one that does not fit, a padding mask, several rows, dropout or a bias: whatever would
+            give a wrong result.
     """
     name = type(module).__name__
-    if cu_seq_lens_q is None:
-        raise ValueError(
-            f"{name} got no cu_seq_lens_q, so attn_implementation='wlb' cannot tell the documents of the micro-batch "
-            "apart. Feed the model what WLBDataCollator gives; for generation switch back with "
-            "model.set_attn_implementation('sdpa')."
-        )
+    _check_call(module, query, attention_mask, dropout, kwargs)
+    context = wlb_context or _ALONE
+    if wlb_shard is None:
+        wlb_shard = _whole_documents(name, cu_seq_lens_q, max_length_q, query.shape[2])
+    options = AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        deterministic=context.deterministic,
+    )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in _of_one_type(query, key, value))
+    return attend(q, k, v, wlb_shard, context, options, s_aux)[None], None
+
+
+_ALONE = AttentionContext()
+
+
+def _check_call(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> None:
+    name = type(module).__name__
     if attention_mask is not None:
         raise ValueError(
             f"{name} got an attention_mask that hides tokens. Packed micro-batches have no padding: drop the mask and "
@@ -84,16 +109,34 @@ def wlb_attention(
             raise ValueError(f"{name} passes {unsupported}, which attn_implementation='wlb' does not support")
     if not (kwargs.get("is_causal", True) in (True, None) and getattr(module, "is_causal", True)):
         raise ValueError(f"{name} asks for attention that is not causal, which attn_implementation='wlb' is not")
-    boundaries = cu_seq_lens_q.tolist()
-    if boundaries[0] != 0 or boundaries[-1] != query.shape[2]:
+
+
+def _whole_documents(name: str, cu_seq_lens: torch.Tensor | None, max_length: int | None, tokens: int) -> ShardTensors:
+    if cu_seq_lens is None:
         raise ValueError(
-            f"cu_seq_lens_q must run from 0 to the micro-batch's {query.shape[2]} tokens, got {boundaries[0]} to "
-            f"{boundaries[-1]}"
+            f"{name} got no cu_seq_lens_q, so attn_implementation='wlb' cannot tell the documents of the micro-batch "
+            "apart. Feed the model what WLBDataCollator gives; for generation switch back with "
+            "model.set_attn_implementation('sdpa')."
         )
-    output = attend_documents(
-        query, key, value, boundaries, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
-    )
-    return output.transpose(1, 2).contiguous(), None
+    bounds = cu_seq_lens.tolist()
+    if bounds[0] != 0 or bounds[-1] != tokens:
+        raise ValueError(
+            f"cu_seq_lens_q must run from 0 to the micro-batch's {tokens} tokens, got {bounds[0]} to {bounds[-1]}"
+        )
+    longest = max(last - first for first, last in pairwise(bounds))
+    if max_length is not None and max_length < longest:
+        raise ValueError(f"max_length_q is {max_length}, but cu_seq_lens_q holds a document of {longest} tokens")
+    return ShardTensors.whole(cu_seq_lens.to(torch.int32), longest, tokens)
+
+
+def _of_one_type(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Under autocast its type (norms of queries and keys give float32), else the widest of them."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def register() -> None:
@@ -113,103 +156,3 @@ def document_attention_enabled(model: PreTrainedModel, implementation: str = IMP
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def check_isolation(model: PreTrainedModel) -> None:
-    """Refuses a model that would treat packed documents otherwise than documents alone.
-
-    Looks at the configuration, then runs three forward passes over a few tokens: every attention layer must get the
-    plan (and the sliding window, if there is one), changing a document must leave the logits of the next one as they
-    were, and these must be those of that document alone.
-
-    Raises:
-        ValueError: With the reason, naming the model class.
-    """
-    name = type(model).__name__
-    _check_config(model, name)
-    (calls, packed), (_, changed) = (_forward(model, [[token] * 3, _PROBE]) for token in (1, 2))
-    _check_calls(model, calls, name)
-    packed, changed, alone = packed[3:], changed[3:], _forward(model, [_PROBE])[1]
-    # Experts see another mix of tokens in the passes and may round differently; a leak is far larger.
-    if (packed - changed).abs().max() > 1e-3 * packed.abs().max().clamp(min=1e-6):
-        raise ValueError(
-            f"changing one document changes the logits of another one packed with it in {name}: some layer mixes "
-            "tokens of different documents (a convolution, a recurrent or a chunked layer?). This model family is "
-            "not supported."
-        )
-    # Positions that are off change every token; rounding in half precision stays below, and spares some token.
-    if ((packed - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-6)).min() > 0.05:
-        raise ValueError(
-            f"a document packed behind another one gets other logits than alone in {name}: the model numbers positions "
-            "by itself and not by position_ids from 0. This model family is not supported."
-        )
-
-
-def _check_calls(model: PreTrainedModel, calls: list[tuple[bool, bool]], name: str) -> None:
-    """``calls``: for every call of the attention function, whether it got the plan and a sliding window."""
-    config = model.config.get_text_config()
-    layers, given = int(config.num_hidden_layers), sum(plan for plan, _ in calls)
-    if len(calls) < layers or given < len(calls):
-        raise ValueError(
-            f"{name} does not hand cu_seq_lens_q on to every attention layer ({given} of {layers} got it), so "
-            "documents packed together would attend to each other. This model family is not supported."
-        )
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    windowed = "sliding_attention" in kinds if kinds else window is not None
-    if windowed and not any(window for _, window in calls):
-        raise ValueError(
-            f"{name} has sliding_window={window} but no layer hands it to the attention function, so the window would "
-            "not be kept. Set config.sliding_window = None if the model is to be trained without it."
-        )
-
-
-def _check_config(model: PreTrainedModel, name: str) -> None:
-    config = model.config.get_text_config()
-    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES)
-    if unsupported:
-        raise ValueError(
-            f"{name} has layers of type {', '.join(unsupported)}; packed documents are supported for "
-            f"{' and '.join(sorted(SUPPORTED_LAYER_TYPES))} only"
-        )
-    for attribute in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if getattr(config, attribute, 0):
-            raise ValueError(
-                f"{name} has {attribute}={getattr(config, attribute)}; attention dropout is not supported with packed "
-                f"documents. Set config.{attribute} = 0 before the model is built."
-            )
-    if not model._can_set_attn_implementation():
-        raise ValueError(f"{name} does not use Transformers' attention interface, so its documents cannot be isolated")
-
-
-def _forward(model: PreTrainedModel, documents: list[list[int]]) -> tuple[list[tuple[bool, bool]], torch.Tensor]:
-    """Packs documents; tells of every attention call whether plan and window came, and the logits [tokens, ...].
-
-    A single document goes without position_ids, as the model would be called for it alone.
-    """
-    bounds = torch.tensor([0, *accumulate(map(len, documents))], dtype=torch.int32, device=model.device)
-    tokens = [token for document in documents for token in document]
-    positions = [position for document in documents for position in range(len(document))]
-    calls: list[tuple[bool, bool]] = []
-
-    def listening(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        calls.append((kwargs.get("cu_seq_lens_q") is not None, kwargs.get("sliding_window") is not None))
-        return wlb_attention(module, query, *args, **{**kwargs, "cu_seq_lens_q": bounds})
-
-    AttentionInterface.register(_LISTENING, listening)
-    AttentionMaskInterface.register(_LISTENING, flash_attention_mask)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), document_attention_enabled(model, _LISTENING):
-            output = model(
-                input_ids=torch.tensor([tokens], device=model.device),
-                position_ids=torch.tensor([positions], device=model.device) if len(documents) > 1 else None,
-                cu_seq_lens_q=bounds,
-                cu_seq_lens_k=bounds,
-                max_length_q=max(map(len, documents)),
-                max_length_k=max(map(len, documents)),
-                use_cache=False,
-            )
-        return calls, output.logits[0].float()
-    finally:
-        model.train(training)

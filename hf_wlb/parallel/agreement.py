@@ -34,7 +34,7 @@ def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = No
         raise ValueError(f"verify_agreement compares integers of 64 bits; {value} for {what} does not fit.")
     if process_count() == 1:
         return
-    own = torch.tensor([value], dtype=torch.int64, device=_device(group))
+    own = torch.tensor([value], dtype=torch.int64, device=group_device(group))
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
     values = [int(tensor.item()) for tensor in gathered]
@@ -55,7 +55,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
+def group_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where the group's backend can gather: the CPU where it can (nothing to wait for), else this rank's GPU."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")

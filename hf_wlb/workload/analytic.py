@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_wlb.workload.base import (
+    FloatArray,
     Lengths,
     WorkloadModel,
     causal_pairs,
@@ -24,6 +26,12 @@ from hf_wlb.workload.model_config import count_model
 UNITS = ("seconds", "relative")
 ATTENTION_BACKWARD_FLOPS = 2.5
 """FLOPs of attention's backward over those of its forward: five products of a pair instead of two."""
+SEGMENT_OVERHEAD_TOKENS = 150.0
+"""What a row of a kernel call costs beyond its pairs, in queries over all its keys.
+
+Backward of flash-attn 4 on a Hopper GPU, chunks of 64, 128, 256 and 512 queries over 8192 keys: 107, 202, 318 and 422
+TFLOP/s, near R q / (q + 190) with R = 500; the forward loses less.
+"""
 
 
 def _check_rate(value: Any, name: str) -> float:
@@ -46,6 +54,10 @@ class AnalyticWorkload(WorkloadModel):
         linear_seconds_per_token: of the whole model, forward plus backward.
         sliding_groups: (seconds_per_pair, window in tokens) of the sliding-window layers, one entry a window.
         unit: "seconds", or "relative" when only ratios mean something.
+        segment_overhead_tokens: keys that a row of a kernel call costs as if so many more queries read them: what
+            chunks lose to partly filled tiles and to loading keys for few queries.
+        exchange_seconds_per_token: of gathering a token's keys and values over all layers and reducing their
+            gradients, among very many ranks; among n it is (n - 1)/n of that.
 
     Raises:
         TypeError, ValueError: for rates that are no numbers, negative or all zero, a window below 1, a window
@@ -64,6 +76,8 @@ class AnalyticWorkload(WorkloadModel):
     linear_seconds_per_token: float
     sliding_groups: tuple[tuple[float, int], ...] = ()
     unit: str = "seconds"
+    segment_overhead_tokens: float = 0.0
+    exchange_seconds_per_token: float = 0.0
 
     schema: ClassVar[str] = "hf_wlb.workload/1"
 
@@ -72,6 +86,8 @@ class AnalyticWorkload(WorkloadModel):
         object.__setattr__(self, "attention_seconds_per_pair", rate)
         rate = _check_rate(self.linear_seconds_per_token, "linear_seconds_per_token")
         object.__setattr__(self, "linear_seconds_per_token", rate)
+        for name in ("segment_overhead_tokens", "exchange_seconds_per_token"):
+            object.__setattr__(self, name, _check_rate(getattr(self, name), name))
         groups = []
         for seconds_per_pair, window in self.sliding_groups:
             if not is_whole_number(window) or window < 1:
@@ -88,10 +104,12 @@ class AnalyticWorkload(WorkloadModel):
             raise ValueError("A workload model whose rates are all 0 cannot balance anything; give one rate.")
 
     @classmethod
-    def from_crossover(cls, tokens: float) -> AnalyticWorkload:
+    def from_crossover(cls, tokens: float, *, exchange_per_token: float = 0.02) -> AnalyticWorkload:
         """A model in relative units whose attention equals its linear work at ``tokens`` tokens.
 
-        One token of linear work costs 1: W(d) = d + d(d + 1)/(tokens + 1), with full attention.
+        One token of linear work costs 1: W(d) = d + d(d + 1)/(tokens + 1), with full attention. Exchanging a token's
+        keys and values costs ``exchange_per_token``: 0.01 to 0.05 for models of 7B parameters on NVLink, from grouped
+        to full KV heads.
 
         Raises:
             ValueError: if ``tokens`` is not a positive finite number.
@@ -101,7 +119,13 @@ class AnalyticWorkload(WorkloadModel):
         """
         if not _check_rate(tokens, "The crossover length in tokens") > 0:
             raise ValueError(f"The crossover length must be above 0 tokens, but {tokens!r} was given.")
-        return cls(2.0 / (tokens + 1), 1.0, unit="relative")
+        return cls(
+            2.0 / (tokens + 1),
+            1.0,
+            unit="relative",
+            segment_overhead_tokens=SEGMENT_OVERHEAD_TOKENS,
+            exchange_seconds_per_token=_check_rate(exchange_per_token, "exchange_per_token"),
+        )
 
     @classmethod
     def from_config(
@@ -153,7 +177,15 @@ class AnalyticWorkload(WorkloadModel):
             rates[layer.window] = rates.get(layer.window, 0.0) + seconds
         full = rates.pop(None, 0.0)
         sliding = tuple((rate, window) for window, rate in rates.items() if window is not None)
-        return cls(full, linear + figures.linear_overhead_seconds_per_token, sliding)
+        # Gathered once a forward and reduced once, in two bytes a number.
+        per_gather = 2 * count.key_value_width / tp_size / figures.interconnect_bytes_per_second
+        return cls(
+            full,
+            linear + figures.linear_overhead_seconds_per_token,
+            sliding,
+            segment_overhead_tokens=SEGMENT_OVERHEAD_TOKENS,
+            exchange_seconds_per_token=per_gather * (forwards + 1),
+        )
 
     @cached_property
     def groups(self) -> tuple[tuple[float, int | None], ...]:
@@ -189,6 +221,21 @@ class AnalyticWorkload(WorkloadModel):
             pairs = causal_pairs(keys, window) - causal_pairs(keys - queries, window)
             total = total + pairs * seconds_per_pair
         return total
+
+    def segment(self, q_len: NDArray[Any] | Sequence[int], kv_len: NDArray[Any] | Sequence[int]) -> FloatArray:
+        """Attention of rows of a kernel call; see ``WorkloadModel``."""
+        queries, keys = np.asarray(q_len, dtype=np.int64), np.asarray(kv_len, dtype=np.int64)
+        total = np.zeros(queries.shape)
+        for seconds_per_pair, window in self.groups:
+            pairs = causal_pairs(keys, window) - causal_pairs(keys - queries, window)
+            loaded = keys if window is None else np.minimum(keys, queries + window)
+            wasted = np.where(queries > 0, loaded, 0) * self.segment_overhead_tokens
+            total += (pairs + wasted) * seconds_per_pair
+        return total
+
+    def exchange(self, tokens: int, cp_size: int) -> float:
+        """Gather and reduction of keys and values; see ``WorkloadModel``."""
+        return tokens * self.exchange_seconds_per_token * (cp_size - 1) / cp_size
 
     @property
     def crossover_length(self) -> float:
@@ -228,6 +275,8 @@ class AnalyticWorkload(WorkloadModel):
             "attention_seconds_per_pair": self.attention_seconds_per_pair,
             "linear_seconds_per_token": self.linear_seconds_per_token,
             "sliding_groups": [[rate, window] for rate, window in self.sliding_groups],
+            "segment_overhead_tokens": self.segment_overhead_tokens,
+            "exchange_seconds_per_token": self.exchange_seconds_per_token,
         }
 
     @classmethod

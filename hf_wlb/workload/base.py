@@ -154,6 +154,32 @@ class WorkloadModel(ABC):
         window), its linear work is that of ``q_len`` tokens. ``chunk(d, d)`` equals ``document(d)``.
         """
 
+    def segment(self, q_len: NDArray[Any] | Sequence[int], kv_len: NDArray[Any] | Sequence[int]) -> FloatArray:
+        """Attention alone of one row of a variable-length kernel call, over the whole model, forward plus backward.
+
+        As ``chunk`` without the linear work, with what a short row wastes: the segments of a document may cost more
+        together than the document. Sharding compares plans by it.
+
+        Args:
+            q_len: Queries of every row, an integer array; 0 for a row that only steps over keys.
+            kv_len: Keys up to the row's last query, of the same shape.
+
+        Returns:
+            float64 array of that shape.
+        """
+        queries, keys = np.asarray(q_len), np.asarray(kv_len)
+        seconds: FloatArray = self.chunk(queries, keys) - self.linear(queries)
+        return seconds
+
+    @abstractmethod
+    def exchange(self, tokens: int, cp_size: int) -> float:
+        """Gathering keys and values among ``cp_size`` ranks in every layer, and reducing their gradients.
+
+        Args:
+            tokens: Tokens gathered on every rank, padding included.
+            cp_size: Ranks; 1 costs nothing.
+        """
+
     def micro_batch(self, lengths: NDArray[Any] | Sequence[int]) -> float:
         """W of a micro-batch: the sum over its documents' lengths (an empty one costs 0)."""
         return float(np.sum(self.document(np.asarray(lengths))))

@@ -19,6 +19,7 @@ class HardwareFigures:
         linear_overhead_seconds_per_token: what a token costs besides matmuls, forward plus backward over the
             whole model: norms, activations, optimizer, collectives. It depends on the model, so the presets
             leave it at 0 and therefore put the crossover length too low; measure a profile to do better.
+        interconnect_bytes_per_second: what a rank receives per second in an all-gather with its neighbours.
 
     Raises:
         ValueError: for a rate that is not positive and finite, or a negative overhead.
@@ -29,12 +30,14 @@ class HardwareFigures:
     attention_flops_per_second: float
     attention_backward_flops_per_second: float | None = None
     linear_overhead_seconds_per_token: float = 0.0
+    interconnect_bytes_per_second: float = 3e11
 
     def __post_init__(self) -> None:
         rates = {
             "matmul_flops_per_second": self.matmul_flops_per_second,
             "attention_flops_per_second": self.attention_flops_per_second,
             "attention_backward_flops_per_second": self.attention_backward_rate,
+            "interconnect_bytes_per_second": self.interconnect_bytes_per_second,
         }
         for key, rate in rates.items():
             if not (math.isfinite(rate) and rate > 0):
@@ -61,12 +64,13 @@ _H100_MATMUL = 0.75 * _H100_PEAK
 
 HARDWARE_PRESETS: dict[str, HardwareFigures] = {
     # Attention forward / backward measured at 64K tokens, bf16, head size 128, 32 query heads, on an H200 (an
-    # H100 with faster memory): flash-attn 2 reaches 350 / 321 TFLOP/s, flash-attn 4 reaches 657 / 595.
+    # H100 with faster memory): flash-attn 2 reaches 350 / 321 TFLOP/s, flash-attn 4 reaches 657 / 595. All-gather
+    # on NVLink there, 4 GPUs: 0.40 GB received in 1.28 ms.
     "h100": HardwareFigures("h100", _H100_MATMUL, 350e12, 321e12),
     "h100-flash-attn-4": HardwareFigures("h100-flash-attn-4", _H100_MATMUL, 657e12, 595e12),
     # Order of magnitude only: two cores of a busy server, fp32, hidden size 1024 (matmul) and documents of 2K
     # to 4K tokens (attention), measured with torch 2.13. Short documents run several times slower.
-    "cpu": HardwareFigures("cpu", 9e10, 6e10, 5e10),
+    "cpu": HardwareFigures("cpu", 9e10, 6e10, 5e10, interconnect_bytes_per_second=1e9),
 }
 """Figures by name: "h100" (with flash-attn 2), "h100-flash-attn-4" and "cpu"."""
 

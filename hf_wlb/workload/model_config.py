@@ -42,12 +42,14 @@ class LayerCount:
         qk_width: query heads x width of a query, the products of one pair's score.
         v_width: query heads x width of a value, the products of one pair's output.
         window: keys a query sees at most, itself included; ``None`` for full attention.
+        kv_width: numbers that a token's keys and values hold.
     """
 
     weights: int
     qk_width: int
     v_width: int
     window: int | None
+    kv_width: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class ModelCount:
     def weights(self) -> int:
         """Weights one token meets in the whole model, the LM head included."""
         return sum(layer.weights for layer in self.layers) + self.head_weights
+
+    @property
+    def key_value_width(self) -> int:
+        """Numbers that a token's keys and values hold in all layers together."""
+        return sum(layer.kv_width for layer in self.layers)
 
 
 class ConfigReader:
@@ -123,6 +130,7 @@ def count_model(config: Any, *, gated_mlp: bool | None = None) -> ModelCount:
             qk_width=attention.qk_width,
             v_width=attention.v_width,
             window=windows[index],
+            kv_width=attention.kv_width,
         )
         for index in range(num_layers)
     )
@@ -157,14 +165,16 @@ def _attention_weights(read: ConfigReader, hidden: int, heads: int) -> LayerCoun
             head_dim = hidden // heads
         multi_head = getattr(read.config, "model_type", None) in _MULTI_HEAD_FAMILIES
         kv_heads = heads if multi_head else read.count("num_key_value_heads")
-        return LayerCount(2 * hidden * head_dim * (heads + kv_heads), heads * head_dim, heads * head_dim, None)
+        width = heads * head_dim
+        return LayerCount(2 * hidden * head_dim * (heads + kv_heads), width, width, None, 2 * kv_heads * head_dim)
     qk_dim = read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim")
     v_dim = read.count("v_head_dim")
     q_rank = read.count("q_lora_rank", default=None)
     queries = hidden * heads * qk_dim if q_rank is None else q_rank * (hidden + heads * qk_dim)
     down = hidden * (kv_rank + read.count("qk_rope_head_dim"))
     up = kv_rank * heads * (read.count("qk_nope_head_dim") + v_dim)
-    return LayerCount(queries + down + up + heads * v_dim * hidden, heads * qk_dim, heads * v_dim, None)
+    weights, widths = queries + down + up + heads * v_dim * hidden, (heads * qk_dim, heads * v_dim)
+    return LayerCount(weights, *widths, None, sum(widths))  # keys and values are expanded to every head
 
 
 def _windows(read: ConfigReader, num_layers: int) -> list[int | None]:

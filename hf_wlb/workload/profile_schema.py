@@ -17,11 +17,13 @@ A profile is a JSON object::
 - ``attention``: one layer's attention over a document (q_len = kv_len) or a chunk that ends at position
   kv_len, sorted by (q_len, kv_len), at least one document among them. A short document never runs alone:
   measure a call full of such documents and write down one document's share.
-- ``linear``: everything else in one layer, over a micro-batch of that many tokens, sorted by tokens.
+- ``linear``: everything else in one layer, over a micro-batch of that many tokens, sorted by tokens. Empty in a
+  profile of attention alone, which prices other work at nothing.
 - ``layers`` (optional): how many layers the samples stand for, by sliding window (null: full attention).
   Absent: the samples are of the whole model, with full attention in every layer.
 - ``head`` (optional): LM head and loss, once a model. ``collectives`` (optional): ``bytes`` is the whole
-  tensor, as every rank holds it after an all-gather; sorted by (operation, group_size, bytes).
+  tensor, as every rank holds it after an all-gather; sorted by (operation, group_size, bytes). The operation
+  ``key_value_exchange`` is all of context parallelism's exchange in a layer, forward plus backward, copies included.
 - ``gradient_checkpointing``, ``micro_batch_tokens`` (optional): how to read it; see ``ProfiledWorkload``.
 """
 
@@ -125,7 +127,7 @@ def _parse_section(data: Mapping[str, Any], section: str, where: str) -> tuple[t
     name = f"{section} of {_lower(where)}"
     if not isinstance(samples, list):
         raise ValueError(f"{name} must be a list of samples, but it is {_kind(samples)}.")
-    if not samples and section in _REQUIRED:
+    if not samples and section == "attention":
         raise ValueError(f"{name} is empty; a workload needs one sample at least.")
     order, times = SECTIONS[section]
     parsed: list[tuple[Any, ...]] = []

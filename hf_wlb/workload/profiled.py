@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_wlb.workload.base import (
     MAX_LENGTH,
@@ -23,6 +24,8 @@ from hf_wlb.workload.base import (
 )
 from hf_wlb.workload.curves import AttentionCurve, PowerCurve
 from hf_wlb.workload.profile_schema import PROFILE_SCHEMA, Profile, parse_options, parse_profile
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,16 @@ class ProfiledWorkload(WorkloadModel):
 
     @cached_property
     def linear_seconds_per_token(self) -> float:
-        """Forward plus backward of everything but attention, over the whole model."""
-        layers = sum(count for count, _ in self.profile.layers)
-        tokens, forward, backward = zip(*self.profile.linear, strict=True)
-        at = np.array([self.micro_batch_tokens or tokens[-1]], dtype=np.float64)
-        seconds = layers * PowerCurve(tokens, self._layer_seconds(forward, backward))(at)
+        """Forward plus backward of everything but attention, over the whole model; 0 where none was measured."""
+        measured = self.profile.linear or self.profile.head
+        if not measured:
+            return 0.0
+        at = np.array([self.micro_batch_tokens or measured[-1][0]], dtype=np.float64)
+        seconds = np.zeros(1)
+        if self.profile.linear:
+            layers = sum(count for count, _ in self.profile.layers)
+            tokens, forward, backward = zip(*self.profile.linear, strict=True)
+            seconds = layers * PowerCurve(tokens, self._layer_seconds(forward, backward))(at)
         if self.profile.head:
             tokens, forward, backward = zip(*self.profile.head, strict=True)
             seconds = seconds + PowerCurve(tokens, [f + b for f, b in zip(forward, backward, strict=True)])(at)
@@ -102,6 +110,51 @@ class ProfiledWorkload(WorkloadModel):
         seconds = self._attention(np.asarray(queries, dtype=np.float64), np.asarray(keys, dtype=np.float64))
         total = seconds + queries * self.linear_seconds_per_token
         return float(total) if isinstance(queries, int) and isinstance(keys, int) else total
+
+    def segment(self, q_len: NDArray[Any] | Sequence[int], kv_len: NDArray[Any] | Sequence[int]) -> FloatArray:
+        """Attention of rows of a kernel call; see ``WorkloadModel``."""
+        return self._attention(np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64))
+
+    def exchange(self, tokens: int, cp_size: int) -> float:
+        """Gathers of keys and values and the reduction of their gradients; see ``WorkloadModel``.
+
+        Taken from samples of ``key_value_exchange`` if there are any for that many ranks (copies and gathering again
+        in backward are then in it), else put together from bare all-gathers and reduce-scatters.
+
+        Raises:
+            ValueError: if the profile holds no such collectives, or its metadata's ``model`` does not say
+                ``kv_width`` (numbers that a token's keys and values hold in one layer) or the dtype is unknown.
+        """
+        if cp_size == 1 or not tokens:
+            return 0.0
+        layers = sum(count for count, _ in self.profile.layers)
+        size = tokens * self._kv_width * _ITEM_BYTES[self._dtype]
+        whole = ("key_value_exchange", cp_size)
+        if any(sample[:2] == whole for sample in self.profile.collectives):
+            seconds = self.collective_seconds(*whole, size)
+        else:
+            seconds = self.collective_seconds("all_gather", cp_size, size)
+            seconds += self.collective_seconds("reduce_scatter", cp_size, size)
+        if self.gradient_checkpointing:  # the forward that runs again gathers again
+            seconds += self.collective_seconds("all_gather", cp_size, size)
+        return layers * seconds
+
+    @cached_property
+    def _kv_width(self) -> int:
+        width = self.profile.metadata["model"].get("kv_width")
+        if not is_whole_number(width) or width < 1:
+            raise ValueError(
+                "The profile's metadata does not say kv_width of the model (numbers that a token's keys and values "
+                f"hold in one layer), but {width!r}: what context parallelism exchanges cannot be priced."
+            )
+        return int(width)
+
+    @cached_property
+    def _dtype(self) -> str:
+        dtype = str(self.profile.metadata["dtype"]).removeprefix("torch.")
+        if dtype not in _ITEM_BYTES:
+            raise ValueError(f"The profile's dtype must be one of {', '.join(_ITEM_BYTES)}, got {dtype!r}.")
+        return dtype
 
     @cached_property
     def crossover_length(self) -> float:

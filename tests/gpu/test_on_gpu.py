@@ -25,7 +25,11 @@ def _error(attend: Any, inputs: list[torch.Tensor], weights: torch.Tensor, expec
 def test_attention_in_bf16_is_as_exact_as_the_plain_kernel() -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
-    from hf_wlb.attention import attend_documents
+    from hf_wlb.attention.registration import wlb_attention
+
+    def attend_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: list[int]) -> torch.Tensor:
+        bounds = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
+        return wlb_attention(torch.nn.Module(), q, k, v, None, cu_seq_lens_q=bounds)[0].transpose(1, 2)
 
     torch.manual_seed(0)
     tokens = BOUNDARIES[-1]

@@ -1,144 +1,16 @@
-"""Attention by documents against a dense oracle, and what the function that Transformers calls refuses."""
+"""The function that Transformers calls: what it gives and what it refuses."""
 
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
-from hf_wlb.attention import attend_documents, document_attention_enabled, register
-from hf_wlb.attention.reference import BLOCK
+from hf_wlb.attention import document_attention_enabled, register
 from hf_wlb.attention.registration import wlb_attention
 from hf_wlb.data import WLBDataCollator
 from tests.support.oracle import dense_attention, relative_error
 from tests.support.tiny_llama import random_documents, tiny_llama
-from tests.support.tolerances import ATTENTION_FLOAT32, ATTENTION_FLOAT64, NEGATIVE_CONTROL_FACTOR
-
-LENGTHS = (1, 7, 137, 2, 1, 300, 2)
-assert max(LENGTHS) > BLOCK
-
-
-def bounds_of(lengths: tuple[int, ...]) -> list[int]:
-    return list(accumulate(lengths, initial=0))
-
-
-def tensors(lengths=LENGTHS, heads=4, kv_heads=2, size=8, value_size=None, sinks=False) -> dict[str, torch.Tensor]:
-    """Random float64 inputs, and in ``weights`` the output's weights in a scalar loss."""
-    generator = torch.Generator().manual_seed(sum(lengths) + heads)
-    tokens, value_size = sum(lengths), value_size or size
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    made = {
-        "query": random(1, heads, tokens, size),
-        "key": random(1, kv_heads, tokens, size),
-        "value": random(1, kv_heads, tokens, value_size),
-        "weights": random(1, heads, tokens, value_size),
-    }
-    return {**made, "sinks": random(heads)} if sinks else made
-
-
-def outcome(attend: Any, inputs: dict[str, torch.Tensor], bounds: list[int], dtype: torch.dtype, **options: Any):
-    """Output and gradients, by name."""
-    leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in inputs.items() if name != "weights"}
-    output = attend(boundaries=bounds, **leaves, **options)
-    (output * inputs["weights"].to(dtype)).sum().backward()
-    return {"output": output, **{f"d {name}": leaf.grad for name, leaf in leaves.items()}}
-
-
-def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(relative_error(found[name], expected[name]) for name in expected)
-
-
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "one head a group": ({"kv_heads": 4}, {}),
-    "gqa 8 to 1": ({"heads": 8, "kv_heads": 1}, {}),
-    "scaling": ({}, {"scaling": 0.11}),
-    "window 1": ({}, {"sliding_window": 1}),
-    "window 6": ({}, {"sliding_window": 6}),
-    "window as long as a document": ({}, {"sliding_window": 137}),
-    "window over a block": ({}, {"sliding_window": BLOCK + 3}),
-    "window beyond every document": ({}, {"sliding_window": 1000}),
-    "softcap": ({}, {"softcap": 1.5}),
-    "sinks": ({"sinks": True}, {}),
-    "value size": ({"value_size": 5}, {}),
-    "all but sinks": ({"heads": 8, "kv_heads": 1, "value_size": 12}, {"sliding_window": 9, "softcap": 2.0}),
-    "everything": (
-        {"heads": 8, "kv_heads": 1, "value_size": 12, "sinks": True},
-        {"sliding_window": 70, "softcap": 2.0, "scaling": 0.3},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_forward_and_backward_equal_the_dense_oracle(case: str) -> None:
-    shape, options = CASES[case]
-    inputs, bounds = tensors(**shape), bounds_of(LENGTHS)
-    expected = outcome(dense_attention, inputs, bounds, torch.float64, **options)
-    assert error(outcome(attend_documents, inputs, bounds, torch.float32, **options), expected) <= ATTENTION_FLOAT32
-    assert error(outcome(attend_documents, inputs, bounds, torch.float64, **options), expected) <= ATTENTION_FLOAT64
-
-
-@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
-def test_one_document_of_an_edge_length_in_blocks(length: int) -> None:
-    inputs, bounds, options = tensors((length,), sinks=True), [0, length], {"sliding_window": 100}
-    expected = outcome(dense_attention, inputs, bounds, torch.float64, **options)
-    assert error(outcome(attend_documents, inputs, bounds, torch.float32, **options), expected) <= ATTENTION_FLOAT32
-
-
-WRONG: dict[str, tuple[dict[str, Any], list[int], dict[str, Any], dict[str, Any]]] = {
-    "a boundary one token late": ({}, bounds_of((1, 8, 136, 2, 1, 300, 2)), {}, {}),
-    "no mask between documents": ({}, [0, sum(LENGTHS)], {}, {}),
-    "window one too long": ({}, bounds_of(LENGTHS), {"sliding_window": 6}, {"sliding_window": 7}),
-    "window one too short": ({}, bounds_of(LENGTHS), {"sliding_window": 6}, {"sliding_window": 5}),
-    "a window that hides one token": ({}, bounds_of(LENGTHS), {"sliding_window": 300}, {"sliding_window": 299}),
-    "no softcap": ({}, bounds_of(LENGTHS), {"softcap": 1.5}, {}),
-    "no scaling": ({}, bounds_of(LENGTHS), {"scaling": 0.11}, {}),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_the_check_notices(case: str) -> None:
-    shape, bounds, right, wrong = WRONG[case]
-    inputs = tensors(**shape)
-    expected = outcome(dense_attention, inputs, bounds_of(LENGTHS), torch.float64, **right)
-    found = outcome(attend_documents, inputs, bounds, torch.float32, **wrong)
-    assert error(found, expected) > NEGATIVE_CONTROL_FACTOR * ATTENTION_FLOAT32
-
-
-def test_the_check_notices_forgotten_sinks() -> None:
-    inputs, bounds = tensors(sinks=True), bounds_of(LENGTHS)
-    expected = dense_attention(**{n: t for n, t in inputs.items() if n != "weights"}, boundaries=bounds)
-    found = attend_documents(inputs["query"], inputs["key"], inputs["value"], bounds)
-    assert relative_error(found, expected) > NEGATIVE_CONTROL_FACTOR * ATTENTION_FLOAT32
-
-
-def test_changing_a_document_leaves_the_others_as_they_were() -> None:
-    inputs, bounds = tensors(), bounds_of(LENGTHS)
-    arguments = {name: inputs[name].float() for name in ("query", "key", "value")}
-    before = attend_documents(**arguments, boundaries=bounds)
-    for tensor in arguments.values():
-        tensor[:, :, bounds[2] : bounds[3]] += 1
-    after = attend_documents(**arguments, boundaries=bounds)
-    assert not torch.equal(after[:, :, bounds[2] : bounds[3]], before[:, :, bounds[2] : bounds[3]])
-    for first, last in ((0, bounds[2]), (bounds[3], bounds[-1])):
-        assert torch.equal(after[:, :, first:last], before[:, :, first:last])
-
-
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"softcap": 3.0}])
-def test_half_precision_stays_near(options: dict[str, Any]) -> None:
-    inputs, bounds = tensors(), bounds_of(LENGTHS)
-    arguments = {name: inputs[name] for name in ("query", "key", "value")}
-    expected = dense_attention(**arguments, boundaries=bounds, **options)
-    found = attend_documents(**{n: t.bfloat16() for n, t in arguments.items()}, boundaries=bounds, **options)
-    assert found.dtype is torch.bfloat16
-    assert relative_error(found, expected) < 2e-2
-
-
-# ---- the function that Transformers calls ----
+from tests.support.tolerances import ATTENTION_FLOAT32
 
 
 class Layer(torch.nn.Module):
@@ -156,6 +28,25 @@ def test_output_is_tokens_before_heads() -> None:
     assert output.shape == (1, 5, 4, 8) and output.is_contiguous()
 
 
+def test_every_argument_reaches_the_scores() -> None:
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 9, size, generator=made) for heads, size in ((4, 8), (2, 8), (2, 12)))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    options = {"scaling": 0.3, "sliding_window": 2, "softcap": 1.5}
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    found = wlb_attention(Layer(), q, k, v, None, s_aux=sinks, cu_seq_lens_q=bounds, **options)[0]
+    expected = dense_attention(*(t.double() for t in (q, k, v)), [0, 4, 9], sinks=sinks.double(), **options)
+    assert relative_error(found, expected.transpose(1, 2)) <= ATTENTION_FLOAT32
+
+
+def test_autocast_and_mixed_types_meet_in_one() -> None:
+    bounds = torch.tensor([0, 5], dtype=torch.int32)
+    q, kv = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    assert wlb_attention(Layer(), q, kv, kv.bfloat16(), None, cu_seq_lens_q=bounds)[0].dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert wlb_attention(Layer(), q, kv, kv.bfloat16(), None, cu_seq_lens_q=bounds)[0].dtype is torch.bfloat16
+
+
 NOT_CAUSAL = Layer()
 NOT_CAUSAL.is_causal = False
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -169,6 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layer not causal": ({"layer": NOT_CAUSAL}, "attention that is not causal"),
     "short plan": ({"tokens": 6}, "must run from 0 to the micro-batch's 6 tokens, got 0 to 5"),
     "long plan": ({"tokens": 4}, "must run from 0 to the micro-batch's 4 tokens, got 0 to 5"),
+    "longest too short": ({"max_length_q": 2}, "max_length_q is 2, but cu_seq_lens_q holds a document of 3 tokens"),
     "late plan": ({"cu_seq_lens_q": torch.tensor([2, 5])}, "must run from 0 .* got 2 to 5"),
 }
 

@@ -217,7 +217,7 @@ def test_the_check_notices(wrong: str) -> None:
     batch = WLBDataCollator()([{"input_ids": row} for row in rows])
     bounds = batch["cu_seq_lens_q"]
     if wrong == "documents that see each other":
-        batch["cu_seq_lens_q"] = torch.tensor([0, bounds[-1]])
+        batch |= {"cu_seq_lens_q": torch.tensor([0, bounds[-1]]), "max_length_q": int(bounds[-1])}
     elif wrong == "a boundary off by one":
         bounds[2] += 1  # not the one before the document of one token, which has no loss
     model.zero_grad()

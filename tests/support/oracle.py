@@ -76,6 +76,45 @@ def dense_attention(
     return (powers / total) @ value
 
 
+def dense_segments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_bounds: Sequence[int],
+    key_bounds: Sequence[int],
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [queries, heads, value head size] and log-sum-exp [heads, queries] of segments, with one dense mask.
+
+    Shapes as in ``AttentionKernel.forward``. In every segment the queries are the last of the keys.
+    """
+    (queries, heads, _), keys = query.shape, key.shape[0]
+    seen = torch.zeros(queries, keys, dtype=torch.bool)
+    for (first, last), (start, stop) in zip(pairwise(query_bounds), pairwise(key_bounds), strict=True):
+        for row in range(first, last):
+            newest = stop - (last - row)  # the key of this query's own token
+            seen[row, (start if sliding_window is None else max(start, newest - sliding_window + 1)) : newest + 1] = (
+                True
+            )
+    repeats = heads // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(heads, queries, 1)], -1)
+    largest = scores.detach().amax(-1, keepdim=True) if scores.numel() else scores.new_zeros(heads, queries, 1)
+    powers = torch.exp(scores - largest)
+    total = powers.sum(-1, keepdim=True)
+    output = torch.einsum("hqk,khd->qhd", (powers / total)[..., :keys], value)
+    return output, (total.log() + largest)[..., 0]
+
+
 # ---- models ----
 
 Row = Sequence[int] | Mapping[str, Any]

@@ -7,6 +7,8 @@ Errors are relative in the L2 norm, ``|found - expected| / |expected|``, unless 
 ATTENTION_FLOAT32 = 1e-6
 #: The same in float64, which rules out that float32 hides a small mistake.
 ATTENTION_FLOAT64 = 1e-12
+#: The same in bfloat16, against the oracle on the inputs as bfloat16 holds them: its last bit is 4e-3.
+ATTENTION_BFLOAT16 = 1e-2
 #: Loss and every gradient of a packed micro-batch against its documents run alone, float64 weights. Norms, rotary
 #: angles and the loss stay float32 inside Transformers.
 MODEL = 1e-6
@@ -26,5 +28,7 @@ CHECKPOINTING = 1e-6
 NEGATIVE_CONTROL_FACTOR = 100.0
 #: On a GPU in bf16: error of document attention over that of torch's fused kernel on the same tokens as one document.
 GPU_BF16_OVER_PLAIN_KERNEL = 1.5
+#: On a GPU in bf16: error of a fused kernel against the oracle, where there is no plain call to compare it with.
+GPU_BF16 = 2e-2
 #: Loss of a trainer's step on a GPU in float32 (TF32 off) against the oracle.
 GPU_TRAINER = 2e-5

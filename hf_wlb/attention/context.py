@@ -1,0 +1,187 @@
+"""What an attention call needs besides its tensors: the micro-batch's plan as tensors, and how this process attends.
+
+``ShardTensors`` changes with every micro-batch and travels with it; ``AttentionContext`` is made once. Both are
+arguments of the model's forward, never globals: gradient checkpointing replays them, and a pipeline stage has several
+micro-batches in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from hf_wlb.attention.kernels import AttentionKernel
+from hf_wlb.attention.meter import KernelMeter
+from hf_wlb.attention.segments import Segments
+from hf_wlb.sharding import Rows, ShardLayout
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> torch.Tensor:
+        """Its result, once it is there for the current stream."""
+
+
+class KeyValueExchange(Protocol):
+    """What context-parallel ranks do together; ``hf_wlb.parallel`` has the one over a process group."""
+
+    @property
+    def rank(self) -> int:
+        """This process among them."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def gather(self, part: torch.Tensor) -> Pending:
+        """Start gathering ``part`` [tokens, width], the same shape everywhere, to [size * tokens, width] by rank."""
+
+    def reduce_scatter(self, parts: torch.Tensor) -> Pending:
+        """Start adding up ``parts`` [size * tokens, width] over the ranks; each gets its own [tokens, width]."""
+
+    def agree(self, digest: int, problem: str | None) -> None:
+        """Compare the first micro-batch's plan over the ranks.
+
+        Args:
+            digest: Of the plan.
+            problem: What this rank found wrong with it, or None.
+
+        Raises:
+            ValueError: On every rank, if any has a problem or another plan.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTensors:
+    """One rank's plan of a micro-batch: its tokens are local documents, head chunks and tail chunks, in this order.
+
+    Attributes:
+        rank: The context-parallel rank it is for.
+        cp_size: Ranks that share the micro-batch.
+        local: Local documents over the shard's own keys.
+        head: Head chunks over the keys of all sharded documents in document order.
+        tail: Tail chunks, likewise.
+        local_tokens: Tokens of local documents.
+        head_tokens: Tokens of head chunks.
+        tail_tokens: Tokens of tail chunks.
+        padded: Tokens that every rank sends in an exchange.
+        order: int64 [keys of sharded documents], place in the gathered buffer of each, in document order.
+        digest: Of the plan, the same on every rank.
+    """
+
+    rank: int
+    cp_size: int
+    local: Segments
+    head: Segments
+    tail: Segments
+    local_tokens: int
+    head_tokens: int
+    tail_tokens: int
+    padded: int
+    order: torch.Tensor
+    digest: int = 0
+
+    @classmethod
+    def of(cls, layout: ShardLayout, device: torch.device | str = "cpu", digest: int = 0) -> ShardTensors:
+        """The tensors of a layout."""
+        tensors = cls(
+            rank=layout.rank,
+            cp_size=layout.cp_size,
+            local=_segments(layout.local),
+            head=_segments(layout.head),
+            tail=_segments(layout.tail),
+            local_tokens=int(layout.local.queries[-1]),
+            head_tokens=int(layout.head.queries[-1]),
+            tail_tokens=int(layout.tail.queries[-1]),
+            padded=layout.padded,
+            order=torch.from_numpy(layout.order),
+            digest=digest,
+        )
+        return tensors.to(device)
+
+    @classmethod
+    def whole(cls, cu_seq_lens: torch.Tensor, max_length: int, tokens: int) -> ShardTensors:
+        """All documents on this rank, from their bounds (int32 [documents + 1])."""
+        nothing = Segments(cu_seq_lens[:1], cu_seq_lens[:1], 0, 0)
+        local = Segments(cu_seq_lens, cu_seq_lens, max_length, max_length)
+        return cls(0, 1, local, nothing, nothing, tokens, 0, 0, 0, cu_seq_lens[:0].long())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the shard."""
+        return self.local_tokens + self.exchanged_tokens
+
+    @property
+    def exchanged_tokens(self) -> int:
+        """Tokens of the shard whose documents are sharded."""
+        return self.head_tokens + self.tail_tokens
+
+    @property
+    def gathered_tokens(self) -> int:
+        """Keys that are gathered from all ranks, without padding."""
+        return self.order.shape[0]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ShardTensors:
+        """The same on another device."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> ShardTensors:
+        """The same in pinned memory, as data loaders ask for."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardTensors:
+        local, head, tail = (
+            replace(part, q=change(part.q), k=change(part.k)) for part in (self.local, self.head, self.tail)
+        )
+        return replace(self, local=local, head=head, tail=tail, order=change(self.order))
+
+
+def _segments(rows: Rows) -> Segments:
+    queries, keys = torch.from_numpy(rows.queries), torch.from_numpy(rows.keys)
+    return Segments(queries, keys, rows.longest_query, rows.longest_keys)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionContext:
+    """How this process attends: made once and passed to every forward as ``wlb_context``.
+
+    Attributes:
+        kernel: The attention kernel; None chooses the fastest one that is installed and can do what is asked.
+        exchange: Keys and values with the other context-parallel ranks; None where there are none.
+        kv_head_groups: Groups of KV heads that are exchanged one after the other: the exchange of one hides behind the
+            attention of the one before, and only one or two groups' gathered keys and values are in memory. Clipped to
+            the number of KV heads.
+        regather: Exchange keys and values again in backward instead of keeping them from forward to backward.
+        deterministic: Whether gradients must be the same bits every time.
+        reduce_in_fp32: Add gradients of keys and values up in float32 (twice the traffic) instead of their own type.
+        meter: Takes the time of attention kernels, waiting for others excluded.
+
+    Raises:
+        ValueError: For fewer than one group.
+    """
+
+    kernel: AttentionKernel | None = None
+    exchange: KeyValueExchange | None = None
+    kv_head_groups: int = 1
+    regather: bool = True
+    deterministic: bool = False
+    reduce_in_fp32: bool = False
+    meter: KernelMeter | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.kv_head_groups < 1:
+            raise ValueError(f"kv_head_groups must be at least 1, got {self.kv_head_groups}.")
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks."""
+        return 1 if self.exchange is None else self.exchange.size
+
+    @property
+    def cp_rank(self) -> int:
+        """This process among them."""
+        return 0 if self.exchange is None else self.exchange.rank

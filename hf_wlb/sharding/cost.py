@@ -1,0 +1,69 @@
+"""What a plan costs: the slowest rank's attention, linear work and exchange of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hf_wlb.sharding.types import SHARDED, FloatArray, IntArray, ShardPlan
+from hf_wlb.workload import WorkloadModel
+
+
+@dataclass(frozen=True)
+class ShardCosts:
+    """Prices of one micro-batch, computed once for all plans that are compared.
+
+    Attributes:
+        workload: What prices them.
+        cp_size: Ranks.
+        lengths: Tokens of every document.
+        whole: Attention of every document where it is whole, shape ``[documents]``.
+        linear: Linear work of a token.
+    """
+
+    workload: WorkloadModel
+    cp_size: int
+    lengths: IntArray
+    whole: FloatArray
+    linear: float
+
+    @classmethod
+    def of(cls, lengths: IntArray, workload: WorkloadModel, cp_size: int) -> ShardCosts:
+        """Prices documents."""
+        return cls(workload, cp_size, lengths, workload.segment(lengths, lengths), float(workload.linear(1)))
+
+    def chunks(self, edges: IntArray) -> FloatArray:
+        """Attention of chunks, ``[documents, 2 cp_size]``; nothing for empty ones."""
+        queries = np.diff(edges, axis=1)
+        priced: FloatArray = self.workload.segment(queries, edges[:, 1:])
+        return np.where(queries > 0, priced, 0.0)
+
+    def exchange(self, tokens: int) -> float:
+        """Gathering the keys and values of so many tokens and reducing their gradients."""
+        return float(self.workload.exchange(tokens, self.cp_size))
+
+    def predict(self, plans: Sequence[ShardPlan]) -> FloatArray:
+        """Workload of every rank under every plan, ``[plans, cp_size]``.
+
+        Attention on local documents hides the exchange, as far as it lasts.
+        """
+        if not plans:
+            return np.zeros((0, self.cp_size))
+        chunks = self.chunks(np.concatenate([plan.edges for plan in plans]))
+        times, first = [], 0
+        for plan in plans:
+            last = first + len(plan.edges)
+            by_chunk = chunks[first:last].sum(axis=0)
+            first = last
+            own = by_chunk[: self.cp_size] + by_chunk[: self.cp_size - 1 : -1]
+            local = plan.owner != SHARDED
+            whole = np.bincount(plan.owner[local], self.whole[local], self.cp_size)
+            exchange = self.exchange(int(plan.exchanged_tokens.max()) * self.cp_size) if len(plan.edges) else 0.0
+            times.append(np.maximum(whole, exchange) + own + self.linear * plan.tokens)
+        return np.stack(times)
+
+    def price(self, plans: Sequence[ShardPlan]) -> list[ShardPlan]:
+        """The plans, each with its prediction."""
+        return [replace(plan, predicted=times) for plan, times in zip(plans, self.predict(plans), strict=True)]

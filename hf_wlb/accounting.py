@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_wlb.packing import PackingReport
 
@@ -40,33 +41,53 @@ class TokenMean:
         return self.loss_sum / self.tokens if self.tokens else float("nan")
 
 
-def check_loss(model: PreTrainedModel) -> None:
+def check_loss(model: PreTrainedModel, shifted: bool = False) -> None:
     """Refuses a model whose loss is not the sum of its next-token losses over ``num_items_in_batch``.
 
+    Args:
+        model: The model.
+        shifted: Whether it will be given ``shift_labels``, as under context parallelism.
+
     Raises:
-        ValueError: If it does not shift its labels, ignores that number or adds something: then the loss of a step
-            would depend on how its documents are packed.
+        ValueError: If it does not shift its labels (or take them shifted), ignores that number or adds something: then
+            the loss of a step would depend on how its documents are packed.
     """
     labels = torch.tensor([[-100, 2, -100, 2, 1]], device=model.device)
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    given = {"labels": targets, "shift_labels": targets} if shifted else {"labels": labels}
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             output = model(
                 input_ids=torch.tensor([[1, 2, 1, 2, 1]], device=model.device),
-                labels=labels,
                 num_items_in_batch=torch.tensor(7, device=model.device),
                 use_cache=False,
+                **given,
             )
     finally:
         model.train(training)
-    expected = cross_entropy(output.logits[0, :-1].float(), labels[0, 1:], reduction="sum") / 7
+    expected = cross_entropy(output.logits[0].float(), targets[0], reduction="sum") / 7
     if not torch.allclose(output.loss.float(), expected, rtol=1e-3, atol=1e-5):
+        how = ", with labels that are shifted already (shift_labels)," if shifted else ""
         raise ValueError(
-            f"the loss of {type(model).__name__} is not the sum of its next-token losses over the number of tokens of "
-            f"the whole step (found {float(output.loss):.4f} instead of {float(expected):.4f} in a trial), so the "
-            "result would change with how documents are packed. Only plain causal language models are supported."
+            f"the loss of {type(model).__name__}{how} is not the sum of its next-token losses over the number of "
+            f"tokens of the whole step (found {float(output.loss):.4f} instead of {float(expected):.4f} in a trial), "
+            "so the result would change with how documents are packed. Only plain causal language models are supported."
         )
+
+
+class ShiftedLabelSmoother(LabelSmoother):
+    """Label smoothing over labels that were shifted before sharding."""
+
+    def __call__(
+        self, model_output: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """As ``LabelSmoother``, but never shifts."""
+        loss: torch.Tensor = super().__call__(  # type: ignore[no-untyped-call]
+            model_output, labels, False, num_items_in_batch
+        )
+        return loss
 
 
 class LogWindow:

@@ -14,6 +14,7 @@ _SHOWN = (
     ("loss", "loss", "{:.3f}"),
     ("imbalance", "imbalance", "{:.3f}"),
     ("delay", "delay", "{:.2f}"),
+    ("cp_imbalance", "cp imbalance", "{:.3f}"),  # under context parallelism only
     ("tokens_per_second", "tok/s", "{:,.0f}"),
 )
 

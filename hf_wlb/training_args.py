@@ -1,4 +1,4 @@
-"""``TrainingArguments`` with what the step planner needs to know."""
+"""``TrainingArguments`` with what the step planner and context parallelism need to know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_wlb.attention.kernels import KERNELS
 from hf_wlb.packing import PACKER_NAMES, PackingConfig
+from hf_wlb.sharding import SHARDING_STRATEGIES, ShardingConfig
 from hf_wlb.workload import HARDWARE_PRESETS, AnalyticWorkload, WorkloadModel, load_workload
 
 
@@ -17,11 +19,15 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass
 class WLBTrainingArguments(TrainingArguments):
-    """Arguments of ``WLBTrainer``: those of ``Trainer`` and the settings of ``PackingConfig``.
+    """Arguments of ``WLBTrainer``: those of ``Trainer`` and the settings of ``PackingConfig`` and ``ShardingConfig``.
 
     ``gradient_accumulation_steps`` is the number of micro-batches of one optimizer step on one replica. A device gets
     one packed micro-batch at a time, so ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are 1.
     Lengths are in tokens.
+
+    With ``cp_size`` above 1 so many processes share every micro-batch, whose ``context_length`` and S_max are of all of
+    them together: a process holds about ``1 / cp_size`` of it. The number of replicas is that of processes over
+    ``cp_size``.
 
     Raises:
         ValueError: ``context_length`` is missing, or an option does not go together with planned micro-batches.
@@ -51,6 +57,24 @@ class WLBTrainingArguments(TrainingArguments):
     workload_crossover: float | None = _option(None, "Length at which attention costs as much as all linear work.")
     workload_hardware: str | None = _option(
         None, f"Figures to compute costs from the model's shape: {', '.join(HARDWARE_PRESETS)}. Default: by device."
+    )
+    cp_size: int = _option(1, "Context parallelism: processes that share every micro-batch.")
+    cp_strategy: str = _option("adaptive", f"How they share it out: {', '.join(SHARDING_STRATEGIES)}.")
+    cp_threshold: int | None = _option(
+        None, "Strategy placed: longest document left whole on a process; default: the best one for each micro-batch."
+    )
+    max_tokens_per_shard: int | None = _option(None, "Most tokens that a process can hold; default: as the skew says.")
+    cp_max_token_skew: float = _option(0.05, "How far the tokens of a process may be from an even share, under placed.")
+    attention_kernel: str | None = _option(
+        None, f"Attention kernel: {', '.join(KERNELS)}; default (or auto): the fastest one that can do what is asked."
+    )
+    kv_head_groups: int | None = _option(
+        None, "Context parallelism: groups of heads to exchange keys and values in; default: by how much is exchanged."
+    )
+    regather_key_values: bool | None = _option(
+        None,
+        "Context parallelism: exchange keys and values again in backward instead of keeping them until then; default: "
+        "not with gradient_checkpointing, where they are kept for one layer at a time only.",
     )
 
     def __post_init__(self) -> None:
@@ -86,7 +110,42 @@ class WLBTrainingArguments(TrainingArguments):
             not self.deepspeed and not self.fsdp,
             "deepspeed and fsdp are not supported by WLBTrainer; it runs one process or plain data parallel",
         )
-        self.packing_config(1)  # fails now, not on the cluster
+        _require(
+            self.parallelism_config is None,
+            "parallelism_config is not supported by WLBTrainer: Accelerate would shard micro-batches once more and "
+            "lose which document is which. Set cp_size instead.",
+        )
+        self._check_context_parallelism(self.packing_config(1))  # fails now, not on the cluster
+
+    def _check_context_parallelism(self, packing: PackingConfig) -> None:
+        if self.attention_kernel == "auto":
+            self.attention_kernel = None
+        _require(
+            self.attention_kernel is None or self.attention_kernel in KERNELS,
+            f"attention_kernel must be one of auto, {', '.join(KERNELS)}, got {self.attention_kernel!r}",
+        )
+        _require(
+            self.kv_head_groups is None or self.kv_head_groups >= 1,
+            f"kv_head_groups must be at least 1 or None, got {self.kv_head_groups}",
+        )
+        self.sharding_config()
+        most = self.max_tokens_per_shard
+        _require(
+            most is None or packing.capacity <= most * self.cp_size,
+            f"micro-batches of up to {packing.capacity:,} tokens (S_max) do not fit cp_size={self.cp_size} processes "
+            f"of at most max_tokens_per_shard={most} tokens each. Raise one of these, or lower "
+            "max_tokens_per_micro_batch.",
+        )
+
+    def sharding_config(self) -> ShardingConfig:
+        """How micro-batches are shared out over context-parallel ranks."""
+        return ShardingConfig(
+            cp_size=self.cp_size,
+            strategy=self.cp_strategy,  # type: ignore[arg-type]  # checked by ShardingConfig
+            threshold=self.cp_threshold,
+            max_tokens_per_shard=self.max_tokens_per_shard,
+            max_token_skew=self.cp_max_token_skew,
+        )
 
     def packing_config(self, dp_size: int) -> PackingConfig:
         """The planner's settings for ``dp_size`` replicas."""

@@ -9,6 +9,10 @@ With your own model and text, from a YAML file and arguments (arguments win):
     accelerate launch recipes/llama_long_context.py --config recipes/configs/demo.yaml \
         --model ./my-model --dataset ./my-documents.jsonl --context_length 32768
 
+With context parallelism, here two processes on the CPU that share every micro-batch:
+
+    torchrun --nproc_per_node 2 recipes/llama_long_context.py --cp_size 2 --use_cpu
+
 ``--resume_from_checkpoint last`` continues after the last complete checkpoint in ``output_dir``. The run leaves there
 the model in Hugging Face format, ``metrics.jsonl`` and ``micro_batch_workloads.png``.
 """
@@ -40,6 +44,7 @@ from hf_wlb.callbacks import MetricsFileCallback
 from hf_wlb.data.text import load_documents
 from hf_wlb.data.tokenization import tokenize_documents, train_byte_level_bpe
 from hf_wlb.packing import PackingReport, StepPlanner, measure
+from hf_wlb.parallel import check_cp_size
 from hf_wlb.plots import plot_micro_batch_workloads
 from hf_wlb.presets import MODEL_PRESETS, preset_config
 
@@ -143,12 +148,20 @@ def describe_run(console: Console, trainer: WLBTrainer, tokens: int) -> None:
         "data": f"{len(trainer.train_dataset):,} documents, {tokens:,} tokens",
         "micro-batches": f"{packing.micro_batches_per_replica} per step and replica, {packing.dp_size} replica(s), "
         f"{packing.context_length:,} tokens on average, at most {packing.capacity:,}",
+        "processes": _processes(trainer),
+        "attention kernel": ", ".join(trainer.attention_kernels),
         "packer": f"{packing.packer}, planned for {packing.pp_size} pipeline stage(s)",
         "attention = linear work at": f"{trainer.workload.crossover_length:,.0f} tokens",
     }
     for name, text in rows.items():
         table.add_row(name, text)
     console.print(table)
+
+
+def _processes(trainer: WLBTrainer) -> str:
+    mesh, sharder = trainer.mesh, trainer.data_collator.sharder
+    text = f"dp {mesh.dp_size} x cp {mesh.cp_size}"
+    return text if sharder is None else f"{text}, sharding: {sharder.config.strategy}"
 
 
 def compare_with_next_fit(console: Console, trainer: WLBTrainer, folder: Path) -> None:
@@ -188,6 +201,7 @@ def prepare(recipe: RecipeArguments, training: WLBTrainingArguments) -> WLBTrain
     Raises:
         ValueError, OSError: In words for the user, where a path, a column or a setting is wrong.
     """
+    check_cp_size(training.cp_size, training.world_size)  # before anything that takes long
     with training.main_process_first(desc="preparing the documents"):
         texts = load_documents(
             recipe.dataset,

@@ -41,7 +41,10 @@ class KeyValueExchange(Protocol):
         """Start gathering ``part`` [tokens, width], the same shape everywhere, to [size * tokens, width] by rank."""
 
     def reduce_scatter(self, parts: torch.Tensor) -> Pending:
-        """Start adding up ``parts`` [size * tokens, width] over the ranks; each gets its own [tokens, width]."""
+        """Start adding up ``parts`` [size * tokens, width] over the ranks; each gets its own [tokens, width].
+
+        Half precision is added up in float32 and rounded once.
+        """
 
     def agree(self, digest: int, problem: str | None) -> None:
         """Compare the first micro-batch's plan over the ranks.
@@ -57,32 +60,32 @@ class KeyValueExchange(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ShardTensors:
-    """One rank's plan of a micro-batch: its tokens are local documents, head chunks and tail chunks, in this order.
+    """One rank's plan of a micro-batch as tensors; see ``hf_wlb.sharding.ShardLayout``.
 
     Attributes:
         rank: The context-parallel rank it is for.
         cp_size: Ranks that share the micro-batch.
-        local: Local documents over the shard's own keys.
-        head: Head chunks over the keys of all sharded documents in document order.
-        tail: Tail chunks, likewise.
+        local: Local documents over the shard's own keys; their tokens come first.
+        chunks: Head chunks, then tail chunks, over the keys that ``order`` picks.
+        order: int64 [keys of chunks], place of each in the gathered buffer.
+        head_keys: How many of these are for head chunks.
         local_tokens: Tokens of local documents.
-        head_tokens: Tokens of head chunks.
-        tail_tokens: Tokens of tail chunks.
+        exchanged_tokens: Tokens of chunks.
         padded: Tokens that every rank sends in an exchange.
-        order: int64 [keys of sharded documents], place in the gathered buffer of each, in document order.
+        gathered_tokens: Tokens of all sharded documents.
         digest: Of the plan, the same on every rank.
     """
 
     rank: int
     cp_size: int
     local: Segments
-    head: Segments
-    tail: Segments
-    local_tokens: int
-    head_tokens: int
-    tail_tokens: int
-    padded: int
+    chunks: Segments
     order: torch.Tensor
+    head_keys: int
+    local_tokens: int
+    exchanged_tokens: int
+    padded: int
+    gathered_tokens: int
     digest: int = 0
 
     @classmethod
@@ -92,13 +95,13 @@ class ShardTensors:
             rank=layout.rank,
             cp_size=layout.cp_size,
             local=_segments(layout.local),
-            head=_segments(layout.head),
-            tail=_segments(layout.tail),
-            local_tokens=int(layout.local.queries[-1]),
-            head_tokens=int(layout.head.queries[-1]),
-            tail_tokens=int(layout.tail.queries[-1]),
-            padded=layout.padded,
+            chunks=_segments(layout.chunks),
             order=torch.from_numpy(layout.order),
+            head_keys=layout.head_keys,
+            local_tokens=layout.local_tokens,
+            exchanged_tokens=layout.exchanged_tokens,
+            padded=layout.padded,
+            gathered_tokens=layout.gathered,
             digest=digest,
         )
         return tensors.to(device)
@@ -106,24 +109,14 @@ class ShardTensors:
     @classmethod
     def whole(cls, cu_seq_lens: torch.Tensor, max_length: int, tokens: int) -> ShardTensors:
         """All documents on this rank, from their bounds (int32 [documents + 1])."""
-        nothing = Segments(cu_seq_lens[:1], cu_seq_lens[:1], 0, 0)
         local = Segments(cu_seq_lens, cu_seq_lens, max_length, max_length)
-        return cls(0, 1, local, nothing, nothing, tokens, 0, 0, 0, cu_seq_lens[:0].long())
+        nothing = Segments(cu_seq_lens[:1], cu_seq_lens[:1], 0, 0)
+        return cls(0, 1, local, nothing, cu_seq_lens[:0].long(), 0, tokens, 0, 0, 0)
 
     @property
     def tokens(self) -> int:
         """Tokens of the shard."""
         return self.local_tokens + self.exchanged_tokens
-
-    @property
-    def exchanged_tokens(self) -> int:
-        """Tokens of the shard whose documents are sharded."""
-        return self.head_tokens + self.tail_tokens
-
-    @property
-    def gathered_tokens(self) -> int:
-        """Keys that are gathered from all ranks, without padding."""
-        return self.order.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ShardTensors:
         """The same on another device."""
@@ -134,10 +127,8 @@ class ShardTensors:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardTensors:
-        local, head, tail = (
-            replace(part, q=change(part.q), k=change(part.k)) for part in (self.local, self.head, self.tail)
-        )
-        return replace(self, local=local, head=head, tail=tail, order=change(self.order))
+        local, chunks = (replace(part, q=change(part.q), k=change(part.k)) for part in (self.local, self.chunks))
+        return replace(self, local=local, chunks=chunks, order=change(self.order))
 
 
 def _segments(rows: Rows) -> Segments:
@@ -154,10 +145,9 @@ class AttentionContext:
         exchange: Keys and values with the other context-parallel ranks; None where there are none.
         kv_head_groups: Groups of KV heads that are exchanged one after the other: the exchange of one hides behind the
             attention of the one before, and only one or two groups' gathered keys and values are in memory. Clipped to
-            the number of KV heads.
+            the number of KV heads; None goes by how much is gathered, for every micro-batch.
         regather: Exchange keys and values again in backward instead of keeping them from forward to backward.
         deterministic: Whether gradients must be the same bits every time.
-        reduce_in_fp32: Add gradients of keys and values up in float32 (twice the traffic) instead of their own type.
         meter: Takes the time of attention kernels, waiting for others excluded.
 
     Raises:
@@ -166,15 +156,14 @@ class AttentionContext:
 
     kernel: AttentionKernel | None = None
     exchange: KeyValueExchange | None = None
-    kv_head_groups: int = 1
+    kv_head_groups: int | None = None
     regather: bool = True
     deterministic: bool = False
-    reduce_in_fp32: bool = False
     meter: KernelMeter | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kv_head_groups < 1:
-            raise ValueError(f"kv_head_groups must be at least 1, got {self.kv_head_groups}.")
+        if self.kv_head_groups is not None and self.kv_head_groups < 1:
+            raise ValueError(f"kv_head_groups must be at least 1, or None, got {self.kv_head_groups}.")
 
     @property
     def cp_size(self) -> int:

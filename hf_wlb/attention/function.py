@@ -1,14 +1,16 @@
 """Exact attention on one rank's shard of a micro-batch, forward and backward.
 
 Local documents attend straight to local keys and values. Those of sharded documents are gathered from all ranks, one
-group of KV heads after the other, and put into document order once; head chunks and tail chunks then read prefixes of
-them in place (DESIGN 4: rows without queries step over the rest). The first gather runs while local documents are
-attended to, later ones while the group before is; in backward, so do the reduce-scatters of gradients.
+group of KV heads after the other. Putting them into document order picks, for each head and each tail chunk, the prefix
+of its document that it reads: one copy, an eighth more than a copy of everything on four ranks, and one kernel call.
+The first gather runs while local documents are attended to, later ones while the group before is; in backward, so do
+the reductions of gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -66,6 +68,11 @@ def attend(
     return output
 
 
+#: Gathered keys and values of a group of KV heads where the number of groups is not given. Smaller groups hide more of
+#: the exchange and hold less memory, but make kernel calls too short to fill a GPU.
+GROUP_BYTES = 192 * 2**20
+MOST_GROUPS = 8
+
 _fastest = cache(choose_kernel)  # asked in every layer
 
 
@@ -119,6 +126,9 @@ class _Group:
     heads: slice
 
 
+_KeyValue = tuple[torch.Tensor, torch.Tensor]
+
+
 class _Call:
     """What one call of ``attend`` knows besides its tensors."""
 
@@ -126,11 +136,9 @@ class _Call:
         self, kernel: AttentionKernel, shard: ShardTensors, context: AttentionContext, options: AttentionOptions
     ) -> None:
         self.kernel, self.shard, self.context, self.options = kernel, shard, context, options
-        local, head = shard.local_tokens, shard.local_tokens + shard.head_tokens
-        self.exchanged = slice(local, shard.tokens)
+        local = shard.local_tokens
         self.local = _Part(slice(0, local), shard.local) if local else None
-        chunks = (_Part(slice(local, head), shard.head), _Part(slice(head, shard.tokens), shard.tail))
-        self.chunks = [part for part in chunks if part.tokens.stop > part.tokens.start]
+        self.chunks = _Part(slice(local, shard.tokens), shard.chunks)
         self.exchanges = shard.gathered_tokens > 0  # on any rank, perhaps not on this one
 
     @property
@@ -138,11 +146,15 @@ class _Call:
         assert self.context.exchange is not None, "a plan with sharded documents is for several ranks"
         return self.context.exchange
 
-    def groups(self, heads: int, kv_heads: int) -> list[_Group]:
-        """KV heads dealt evenly to the context's number of groups."""
+    def groups(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[_Group]:
+        """KV heads dealt evenly to groups: as many as the context says, or as the gathered bytes ask for."""
         if not self.exchanges:
             return []
-        count = min(self.context.kv_head_groups, kv_heads)
+        heads, kv_heads = q.shape[1], k.shape[1]
+        width = (k.shape[2] + v.shape[2]) * kv_heads * k.element_size()
+        gathered = self.shard.padded * self.exchange.size * width
+        count = self.context.kv_head_groups or min(math.ceil(gathered / GROUP_BYTES), MOST_GROUPS)
+        count = min(count, kv_heads)
         bounds = [kv_heads * number // count for number in range(count + 1)]
         shared = heads // kv_heads
         return [_Group(slice(first, last), slice(first * shared, last * shared)) for first, last in pairwise(bounds)]
@@ -159,34 +171,73 @@ class _Call:
 
     def gather(self, k: torch.Tensor, v: torch.Tensor, group: _Group) -> Pending:
         """Start gathering a group's keys and values; padding is left as it is, because ``order`` skips it."""
-        k, v = k[self.exchanged, group.kv_heads], v[self.exchanged, group.kv_heads]
-        width = k[0:1].numel() if k.shape[0] else k.shape[1] * k.shape[2]
+        k, v = k[self.chunks.tokens, group.kv_heads], v[self.chunks.tokens, group.kv_heads]
+        width = k.shape[1] * k.shape[2]
         part = k.new_empty(self.shard.padded, width + v.shape[1] * v.shape[2])
         part[: k.shape[0], :width] = k.flatten(1)
         part[: v.shape[0], width:] = v.flatten(1)
         return self.exchange.gather(part)
 
-    def in_document_order(self, gathered: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _Group) -> _KeyValue:
-        """Keys and values of all sharded documents, each document's in one piece."""
+    def pick(self, gathered: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _Group) -> _KeyValue:
+        """Keys and values that this rank's chunks read, every chunk's in one piece."""
         kv_heads = group.kv_heads.stop - group.kv_heads.start
         width = kv_heads * k.shape[2]
-        order = self.shard.order
-        keys = gathered[:, :width].index_select(0, order).view(-1, kv_heads, k.shape[2])
-        values = gathered[:, width:].index_select(0, order).view(-1, kv_heads, v.shape[2])
+        keys = gathered[:, :width].index_select(0, self.shard.order).view(-1, kv_heads, k.shape[2])
+        values = gathered[:, width:].index_select(0, self.shard.order).view(-1, kv_heads, v.shape[2])
         return keys, values
 
     def reduce(self, dk: torch.Tensor, dv: torch.Tensor) -> Pending:
-        """Start adding a group's gradients up over the ranks; padding is added up too, and thrown away."""
-        dtype = torch.promote_types(dk.dtype, torch.float32) if self.context.reduce_in_fp32 else dk.dtype
+        """Start adding a group's gradients up over the ranks; keys that this rank did not read get 0 from it."""
         width = dk.shape[1] * dk.shape[2]
         rows = self.exchange.size * self.shard.padded
-        parts = dk.new_empty(rows, width + dv.shape[1] * dv.shape[2], dtype=dtype)
-        parts[:, :width].index_copy_(0, self.shard.order, dk.flatten(1).to(dtype))
-        parts[:, width:].index_copy_(0, self.shard.order, dv.flatten(1).to(dtype))
+        parts = dk.new_zeros(rows, width + dv.shape[1] * dv.shape[2])
+        head, tail = self.shard.order.tensor_split([self.shard.head_keys])
+        for columns, gradient in ((parts[:, :width], dk.flatten(1)), (parts[:, width:], dv.flatten(1))):
+            of_heads, of_tails = gradient.tensor_split([self.shard.head_keys])
+            columns.index_copy_(0, tail, of_tails)
+            # A key is read by one head chunk at most, so this needs no atomic addition and is the same every time.
+            columns.index_copy_(0, head, columns.index_select(0, head).add_(of_heads))
         return self.exchange.reduce_scatter(parts)
 
+    def receive(self, group: _Group, reduction: Pending, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Put the sums of a group's gradients where they belong; what lies behind this rank's tokens is padding."""
+        reduced = reduction.wait()[: self.shard.exchanged_tokens]
+        dk, dv = dk[self.chunks.tokens, group.kv_heads], dv[self.chunks.tokens, group.kv_heads]
+        width = dk.shape[1] * dk.shape[2]
+        dk.copy_(reduced[:, :width].view(dk.shape))
+        dv.copy_(reduced[:, width:].view(dv.shape))
 
-_KeyValue = tuple[torch.Tensor, torch.Tensor]
+    # ---- the kernel ----
+
+    def forward(
+        self, part: _Part, heads: slice, q: torch.Tensor, kv: _KeyValue, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Attention of a part's query heads, into ``out`` and ``lse`` of the whole shard."""
+        own = out[part.tokens, heads]
+        memory = own if own.is_contiguous() else None
+        with self.measured(q.device):
+            found = self.kernel.forward(q[part.tokens, heads], *kv, part.segments, self.options, memory)
+        if memory is None:
+            own.copy_(found[0])
+        lse[heads, part.tokens] = found[1]
+
+    def backward(
+        self,
+        part: _Part,
+        heads: slice,
+        saved: tuple[torch.Tensor, ...],
+        kv: _KeyValue,
+        dq: torch.Tensor,
+        dkv: _KeyValue,
+    ) -> None:
+        """Gradients of a part's query heads, into ``dq`` of the whole shard and ``dkv`` of the keys given."""
+        dout, q, out, lse = (tensor[part.tokens, heads] for tensor in saved)
+        own = dq[part.tokens, heads]
+        memory = own if own.is_contiguous() else torch.empty_like(own, memory_format=torch.contiguous_format)
+        with self.measured(q.device):
+            self.kernel.backward(dout, q, *kv, out, lse.t().contiguous(), part.segments, self.options, (memory, *dkv))
+        if memory is not own:
+            own.copy_(memory)
 
 
 class _ShardAttention(torch.autograd.Function):
@@ -199,22 +250,22 @@ class _ShardAttention(torch.autograd.Function):
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         lse_type = torch.promote_types(q.dtype, torch.float32)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=lse_type)
-        groups = call.groups(q.shape[1], k.shape[1])
+        groups = call.groups(q, k, v)
         pending = call.gather(k, v, groups[0]) if groups else None
-        everything = slice(None)
-        if call.local is not None:
+        if call.local is not None:  # hides the first gather
             tokens = call.local.tokens
-            _forward(call, call.local, everything, q, k[tokens], v[tokens], out, lse)
+            call.forward(call.local, slice(None), q, (k[tokens], v[tokens]), out, lse)
+        keep = not call.context.regather and any(ctx.needs_input_grad)
         kept: list[torch.Tensor] = []
         for number, group in enumerate(groups):
             assert pending is not None
             ahead = call.gather(k, v, groups[number + 1]) if number + 1 < len(groups) else None
-            keys, values = call.in_document_order(pending.wait(), k, v, group)
+            kv = call.pick(pending.wait(), k, v, group)
             pending = ahead
-            for part in call.chunks:
-                _forward(call, part, group.heads, q, keys, values, out, lse)
-            if not call.context.regather:
-                kept += [keys, values]
+            if call.shard.exchanged_tokens:
+                call.forward(call.chunks, group.heads, q, kv, out, lse)
+            if keep:
+                kept += kv
         if sinks is not None:
             column = sinks.to(lse_type)[:, None]
             out = (out * torch.sigmoid(lse - column).t()[..., None]).to(out.dtype)
@@ -229,62 +280,32 @@ class _ShardAttention(torch.autograd.Function):
         call: _Call = ctx.call
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        groups = call.groups(q.shape[1], k.shape[1])
+        saved = (dout, q, out, lse.t())
+        groups = call.groups(q, k, v)
         pending = call.gather(k, v, groups[0]) if groups and not kept else None
-        saved = (dout, q, out, lse)
-        if call.local is not None and not kept:  # hides the first gather
+        if not kept:  # hides the first gather
             _backward_local(call, saved, k, v, dq, dk, dv)
-        reductions: list[Pending] = []
+        reduction: Pending | None = None  # of the group before
         for number, group in enumerate(groups):
             if kept:
-                keys, values = kept[2 * number : 2 * number + 2]
+                kv = (kept[2 * number], kept[2 * number + 1])
             else:
                 assert pending is not None
                 ahead = call.gather(k, v, groups[number + 1]) if number + 1 < len(groups) else None
-                keys, values = call.in_document_order(pending.wait(), k, v, group)
+                kv = call.pick(pending.wait(), k, v, group)
                 pending = ahead
-            reductions.append(call.reduce(*_backward_chunks(call, group, saved, keys, values, dq)))
-            if number:
-                _receive(call, groups[number - 1], reductions[number - 1], dk, dv)
-        if call.local is not None and kept:  # hides the last reduction
+            dkv = (torch.empty_like(kv[0]), torch.empty_like(kv[1]))
+            if call.shard.exchanged_tokens:
+                call.backward(call.chunks, group.heads, saved, kv, dq, dkv)
+            if reduction is not None:
+                call.receive(groups[number - 1], reduction, dk, dv)
+            reduction = call.reduce(*dkv)
+        if kept:  # hides the last reduction
             _backward_local(call, saved, k, v, dq, dk, dv)
-        if groups:
-            _receive(call, groups[-1], reductions[-1], dk, dv)
+        if reduction is not None:
+            call.receive(groups[-1], reduction, dk, dv)
         dsinks = None if sinks is None else _backward_sinks(dout, out, lse, sinks)
         return dq, dk, dv, dsinks, None
-
-
-def _forward(
-    call: _Call,
-    part: _Part,
-    heads: slice,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    with call.measured(q.device):
-        found = call.kernel.forward(q[part.tokens, heads], keys, values, part.segments, call.options)
-    out[part.tokens, heads], lse[heads, part.tokens] = found
-
-
-def _backward_part(
-    call: _Call, part: _Part, heads: slice, saved: tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dout, q, out, lse = saved
-    own = (part.tokens, heads)
-    with call.measured(q.device):
-        return call.kernel.backward(
-            dout[own],
-            q[own],
-            keys,
-            values,
-            out[own],
-            lse[heads, part.tokens].contiguous(),
-            part.segments,
-            call.options,
-        )
 
 
 def _backward_local(
@@ -296,39 +317,9 @@ def _backward_local(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    assert call.local is not None
-    own = call.local.tokens
-    dq[own], dk[own], dv[own] = _backward_part(call, call.local, slice(None), saved, k[own], v[own])
-
-
-def _backward_chunks(
-    call: _Call,
-    group: _Group,
-    saved: tuple[torch.Tensor, ...],
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    dq: torch.Tensor,
-) -> _KeyValue:
-    """This rank's part of the gradients of a group's gathered keys and values."""
-    dkeys: torch.Tensor | None = None
-    dvalues: torch.Tensor | None = None
-    for part in call.chunks:
-        own, dk, dv = _backward_part(call, part, group.heads, saved, keys, values)
-        dq[part.tokens, group.heads] = own
-        dkeys = dk if dkeys is None else dkeys.add_(dk)
-        dvalues = dv if dvalues is None else dvalues.add_(dv)
-    if dkeys is None or dvalues is None:  # this rank holds local documents only
-        return torch.zeros_like(keys), torch.zeros_like(values)
-    return dkeys, dvalues
-
-
-def _receive(call: _Call, group: _Group, reduction: Pending, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Put the sum of a group's gradients where it belongs; what lies behind this rank's tokens is padding."""
-    reduced = reduction.wait()[: call.shard.exchanged_tokens]
-    own = (call.exchanged, group.kv_heads)
-    width = dk[own].shape[1] * dk.shape[2]
-    dk[own] = reduced[:, :width].view(dk[own].shape)
-    dv[own] = reduced[:, width:].view(dv[own].shape)
+    if call.local is not None:
+        own = call.local.tokens
+        call.backward(call.local, slice(None), saved, (k[own], v[own]), dq, (dk[own], dv[own]))
 
 
 def _backward_sinks(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

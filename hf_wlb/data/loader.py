@@ -19,6 +19,7 @@ from hf_wlb.data.progress import (
     PlannedStep,
     TellsProgress,
     check_state,
+    fingerprint_of,
     planned_steps,
     warn_position_dropped,
 )
@@ -51,7 +52,8 @@ class WLBDataLoader(TellsProgress):
         config: Settings of the planner.
         workload: What a document costs.
         lengths: Tokens of every document. Default: the column ``length``, else the lengths of the ``input_ids``.
-        collator: Turns documents into a micro-batch; must make a dummy of none. Default: ``WLBDataCollator()``.
+        collator: Turns documents into a micro-batch; must make a dummy of none. Default: ``WLBDataCollator()``. Its
+            ``fingerprint``, if it has one, is compared over the ranks with every plan.
         dp_rank: The replica to load for. All ranks of a replica's pipeline and context-parallel group give the same.
         seed: Of the order of documents.
         shuffle: Another random order every epoch; else as the documents are stored.
@@ -155,7 +157,7 @@ class WLBDataLoader(TellsProgress):
                 )
             if progress.handed_out == size:
                 before = skip if progress.step is None and skip < size else 0
-                progress.begin(ahead.popleft(), handed_out=before, salt=self._content)
+                progress.begin(ahead.popleft(), handed_out=before, salt=self._content ^ fingerprint_of(self.collator))
             progress.handed_out += 1
             assert progress.step is not None, "a micro-batch belongs to a step"
             self._position = {"planner": progress.step.state, "handed_out": progress.handed_out}
@@ -186,7 +188,7 @@ class WLBDataLoader(TellsProgress):
         if self._device is None:
             return micro_batch
         return {
-            name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            name: value.to(self._device, non_blocking=True) if hasattr(value, "to") else value  # ShardTensors too
             for name, value in micro_batch.items()
         }
 

@@ -25,6 +25,9 @@ class PackedDataCollator:
     it got last is remembered: the next row must follow on it, or begin a new pass. So a shuffled order, another
     number of processes and a skipped row are found at the second row at the latest; a resume may start anywhere.
 
+    Micro-batches come whole: a plain Trainer gives every process rows of its own, so context-parallel ranks cannot
+    share one. Use ``WLBTrainer`` for that, on the documents themselves.
+
     Args:
         dp_size: Replicas that the rows were written for.
         pad_token_id: The token of dummy micro-batches.

@@ -96,7 +96,7 @@ class PassProgress:
         Args:
             step: The step.
             handed_out: Micro-batches of it that were handed out before (in the run that this one resumes).
-            salt: Mixed into what is compared: a checksum of the tokens read, 32 bits.
+            salt: Mixed into what is compared: a checksum of the tokens read and the collator's fingerprint, 63 bits.
 
         Raises:
             RuntimeError: On every rank, if the ranks planned different steps.
@@ -145,6 +145,11 @@ class TellsProgress:
     def report(self) -> PackingReport:
         """Return the figures over the present pass, from its beginning or from where it was resumed."""
         return self._progress.report()
+
+
+def fingerprint_of(collator: Any) -> int:
+    """How a collator shares micro-batches out, 63 bits; 0 for one that does not say."""
+    return int(getattr(collator, "fingerprint", 0))
 
 
 def check_replica(config: PackingConfig, dp_rank: int) -> None:

@@ -19,6 +19,7 @@ from hf_wlb.data.progress import (
     check_repeatable,
     check_replica,
     check_state,
+    fingerprint_of,
     planned_steps,
     warn_position_dropped,
 )
@@ -67,7 +68,8 @@ class StreamingPackedDataset(TellsProgress, torch.utils.data.IterableDataset[dic
         config: Settings of the planner.
         workload: What a document costs.
         dp_rank: The replica to yield for.
-        collator: Turns documents into a micro-batch; must make a dummy of none. Default: ``WLBDataCollator()``.
+        collator: Turns documents into a micro-batch; must make a dummy of none. Default: ``WLBDataCollator()``. Its
+            ``fingerprint``, if it has one, is compared over the ranks with every plan.
 
     Raises:
         TypeError, ValueError: If the source is an iterator or cannot be iterated, there is no such replica, or the
@@ -145,7 +147,7 @@ class StreamingPackedDataset(TellsProgress, torch.utils.data.IterableDataset[dic
             skip = start.handed_out
         for step in planned_steps(planner, source.snapshot):
             features = self._features(step, source)
-            self._progress.begin(step, handed_out=skip, salt=source.checksum)
+            self._progress.begin(step, handed_out=skip, salt=source.checksum ^ fingerprint_of(self.collator))
             for documents in features[skip:]:
                 if number != self._pass:
                     raise RuntimeError(

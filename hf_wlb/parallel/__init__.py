@@ -2,5 +2,13 @@
 
 from hf_wlb.parallel.agreement import process_count, verify_agreement
 from hf_wlb.parallel.exchange import ProcessGroupExchange
+from hf_wlb.parallel.mesh import ParallelMesh, check_cp_size, gather_figures
 
-__all__ = ["ProcessGroupExchange", "process_count", "verify_agreement"]
+__all__ = [
+    "ParallelMesh",
+    "ProcessGroupExchange",
+    "check_cp_size",
+    "gather_figures",
+    "process_count",
+    "verify_agreement",
+]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from hf_wlb.sharding.types import SHARDED, FloatArray, IntArray, ShardPlan
 from hf_wlb.workload import WorkloadModel
+
+HIDDEN = 0.4
+"""Share of the exchange that runs while kernels do: the gathers, but not copies and the last reduction.
+
+Measured on four H100 with NVLink, 64K tokens of 8 KV heads: gathers 1.3 ms of 3.4 ms in all.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,11 @@ class ShardCosts:
         """Prices documents."""
         return cls(workload, cp_size, lengths, workload.segment(lengths, lengths), float(workload.linear(1)))
 
+    @cached_property
+    def ideal(self) -> float:
+        """Workload of every rank if the documents were whole and their work came out even."""
+        return float(self.whole.sum() + self.linear * self.lengths.sum()) / self.cp_size
+
     def chunks(self, edges: IntArray) -> FloatArray:
         """Attention of chunks, ``[documents, 2 cp_size]``; nothing for empty ones."""
         queries = np.diff(edges, axis=1)
@@ -47,7 +59,7 @@ class ShardCosts:
     def predict(self, plans: Sequence[ShardPlan]) -> FloatArray:
         """Workload of every rank under every plan, ``[plans, cp_size]``.
 
-        Attention on local documents hides the exchange, as far as it lasts.
+        Attention on local documents hides the gathers, as far as it lasts; the rest of the exchange comes on top.
         """
         if not plans:
             return np.zeros((0, self.cp_size))
@@ -61,7 +73,8 @@ class ShardCosts:
             local = plan.owner != SHARDED
             whole = np.bincount(plan.owner[local], self.whole[local], self.cp_size)
             exchange = self.exchange(int(plan.exchanged_tokens.max()) * self.cp_size) if len(plan.edges) else 0.0
-            times.append(np.maximum(whole, exchange) + own + self.linear * plan.tokens)
+            hidden = np.minimum(whole, HIDDEN * exchange)
+            times.append(whole + own + exchange - hidden + self.linear * plan.tokens)
         return np.stack(times)
 
     def price(self, plans: Sequence[ShardPlan]) -> list[ShardPlan]:

@@ -20,8 +20,7 @@ class Rows:
 
     Attributes:
         queries: int32 ``[rows + 1]``, where each row's queries begin, and their number.
-        keys: int32 ``[rows + 1]``, where each row's keys begin, and their number. A row without queries steps over
-            keys that this call does not read.
+        keys: int32 ``[rows + 1]``, where each row's keys begin, and their number. Queries are a row's last keys.
         longest_query: Most queries of a row.
         longest_keys: Most keys of a row.
     """
@@ -41,8 +40,10 @@ class Rows:
 class ShardLayout:
     """One rank's share: its local documents, then head chunks, then tail chunks, each in document order.
 
-    Keys and values of sharded documents are exchanged: every rank sends its ``exchanged`` tokens, padded to
-    ``padded``; the gathered buffer then holds ``cp_size * padded`` tokens, rank by rank.
+    Keys and values of sharded documents are exchanged: every rank sends those of its chunks, padded to ``padded``
+    tokens; the gathered buffer then holds ``cp_size * padded`` of them, rank by rank. One attention call reads, for
+    every chunk, the prefix of its document up to the chunk's end. ``order`` picks these prefixes, those of head chunks
+    before those of tail chunks: of a document cut evenly (2 cp_size + 1) / (2 cp_size) times its keys, on every rank.
 
     Attributes:
         rank: The rank.
@@ -50,10 +51,11 @@ class ShardLayout:
         tokens: int64 ``[T]``, place in the micro-batch of every token of the shard.
         position_ids: int64 ``[T]``, position in its document of every token.
         local: Rows of local documents over the shard's own keys.
-        head: Rows of head chunks over the keys of all sharded documents in document order.
-        tail: Rows of tail chunks, likewise.
+        chunks: Rows of head chunks, then of tail chunks, over the keys that ``order`` picks.
+        order: int64 ``[keys of chunks]``, place of each in the gathered buffer.
+        head_keys: How many of these are for head chunks.
         padded: Tokens that every rank sends.
-        order: int64 ``[keys of sharded documents]``, place in the gathered buffer of each, in document order.
+        gathered: Tokens of all sharded documents.
     """
 
     rank: int
@@ -61,15 +63,21 @@ class ShardLayout:
     tokens: IntArray
     position_ids: IntArray
     local: Rows
-    head: Rows
-    tail: Rows
-    padded: int
+    chunks: Rows
     order: IntArray
+    head_keys: int
+    padded: int
+    gathered: int
 
     @property
-    def exchanged(self) -> int:
-        """Tokens of this rank that belong to sharded documents."""
-        return int(self.head.queries[-1]) + int(self.tail.queries[-1])
+    def local_tokens(self) -> int:
+        """Tokens of local documents."""
+        return int(self.local.queries[-1])
+
+    @property
+    def exchanged_tokens(self) -> int:
+        """Tokens of this rank's chunks."""
+        return int(self.chunks.queries[-1])
 
 
 def shard_layout(plan: ShardPlan, rank: int) -> ShardLayout:
@@ -85,8 +93,8 @@ def shard_layout(plan: ShardPlan, rank: int) -> ShardLayout:
         >>> layout = shard_layout(ShardPlan.from_edges(np.array([6, 2]), 2, edges, "example"), rank=0)
         >>> layout.tokens.tolist(), layout.position_ids.tolist()
         ([6, 7, 0, 1, 4, 5], [0, 1, 0, 1, 4, 5])
-        >>> layout.head.keys.tolist(), layout.tail.keys.tolist()  # the head chunk reads 2 keys and steps over 4
-        ([0, 2, 6], [0, 6])
+        >>> layout.chunks.queries.tolist(), layout.chunks.keys.tolist()  # the head chunk reads 2 keys, the tail 6
+        ([0, 2, 4], [0, 2, 8])
     """
     if not 0 <= rank < plan.cp_size:
         raise ValueError(f"rank must be from 0 to {plan.cp_size - 1} (cp_size - 1), got {rank}.")
@@ -95,21 +103,30 @@ def shard_layout(plan: ShardPlan, rank: int) -> ShardLayout:
     tokens = [_ranges(starts[own], plan.lengths[own])]
     positions = [_ranges(np.zeros_like(own), plan.lengths[own])]
     sharded = plan.sharded
-    for chunk in (rank, 2 * plan.cp_size - 1 - rank):
-        first, width = plan.edges[:, chunk], plan.edges[:, chunk + 1] - plan.edges[:, chunk]
-        tokens.append(_ranges(starts[sharded] + first, width))
-        positions.append(_ranges(first, width))
+    queries, keys, picked = [], [], []
     padded = int(plan.exchanged_tokens.max(initial=0))
+    order = _gathered_order(plan, padded)
+    for chunk in (rank, 2 * plan.cp_size - 1 - rank):
+        first, stop = plan.edges[:, chunk], plan.edges[:, chunk + 1]
+        held = np.flatnonzero(stop > first)
+        first, stop = first[held], stop[held]
+        tokens.append(_ranges(starts[sharded[held]] + first, stop - first))
+        positions.append(_ranges(first, stop - first))
+        queries.append(stop - first)
+        keys.append(stop)
+        gathered_starts = np.cumsum(plan.lengths[sharded]) - plan.lengths[sharded]
+        picked.append(order[_ranges(gathered_starts[held], stop)])
     return ShardLayout(
         rank=rank,
         cp_size=plan.cp_size,
         tokens=np.concatenate(tokens),
         position_ids=np.concatenate(positions),
         local=Rows.of(plan.lengths[own], plan.lengths[own]),
-        head=_chunk_rows(plan, rank),
-        tail=_chunk_rows(plan, 2 * plan.cp_size - 1 - rank),
+        chunks=Rows.of(np.concatenate(queries), np.concatenate(keys)),
+        order=np.concatenate(picked),
+        head_keys=len(picked[0]),
         padded=padded,
-        order=_gathered_order(plan, padded),
+        gathered=len(order),
     )
 
 
@@ -147,25 +164,8 @@ def shift_labels(labels: NDArray[Any], lengths: IntArray) -> IntArray:
     return shifted
 
 
-def _chunk_rows(plan: ShardPlan, chunk: int) -> Rows:
-    """A row for each document's chunk, from the document's first key on, and rows between that step over keys."""
-    lengths = plan.lengths[plan.sharded]
-    starts = np.cumsum(lengths) - lengths
-    queries = plan.edges[:, chunk + 1] - plan.edges[:, chunk]
-    read = np.flatnonzero(queries > 0)
-    stops = starts[read] + plan.edges[read, chunk + 1]
-    before = np.concatenate([[0], stops])  # where the row before ended
-    after = np.concatenate([starts[read], [lengths.sum()]])
-    row_queries = np.zeros(2 * len(read) + 1, dtype=np.int64)
-    row_keys = np.zeros_like(row_queries)
-    row_queries[1::2] = queries[read]
-    row_keys[1::2] = plan.edges[read, chunk + 1]
-    row_keys[0::2] = after - before
-    kept = row_keys > 0
-    return Rows.of(row_queries[kept], row_keys[kept])
-
-
 def _gathered_order(plan: ShardPlan, padded: int) -> IntArray:
+    """Place in the gathered buffer of every token of sharded documents, in document order."""
     lengths = plan.lengths[plan.sharded]
     starts = np.cumsum(lengths) - lengths
     order = np.empty(int(lengths.sum()), dtype=np.int64)

@@ -9,16 +9,18 @@ that have least to do.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hf_wlb.sharding.balance import Dealt, deal_evenly, longest_first
 from hf_wlb.sharding.cost import ShardCosts
-from hf_wlb.sharding.strategies import _edges, deal
+from hf_wlb.sharding.strategies import chunk_edges, deal
 from hf_wlb.sharding.types import SHARDED, FloatArray, IntArray, ShardPlan
+
+_EVEN = 1.005  # heaviest rank over the mean that needs no further attempt
 
 
 @dataclass(frozen=True)
@@ -65,89 +67,97 @@ class Placement:
         self._cp = costs.cp_size
         lengths = costs.lengths
         self.longest_first: IntArray = np.argsort(-lengths, kind="stable")
-        even = _edges(deal(lengths[self.longest_first], np.full(2 * self._cp, 0.5 / self._cp)))
+        even = chunk_edges(deal(lengths[self.longest_first], np.full(2 * self._cp, 0.5 / self._cp)))
         # Cumulative over the k longest: what they cost in all when they are sharded evenly, and their tokens.
         sharded = costs.chunks(even).sum(axis=1) + costs.linear * lengths[self.longest_first]
-        self._sharded_cost = np.concatenate([[0.0], np.cumsum(sharded)])
-        self._sharded_tokens = np.concatenate([[0], np.cumsum(lengths[self.longest_first])])
-        whole = costs.whole + costs.linear * lengths
-        self._items = list(zip(self.longest_first.tolist(), whole[self.longest_first].tolist(), strict=True))
-        self._lengths: list[int] = lengths.tolist()
+        self._sharded_cost = np.concatenate([[0.0], np.cumsum(sharded)]).tolist()
+        self._sharded_tokens = np.concatenate([[0], np.cumsum(lengths[self.longest_first])]).tolist()
+        self._whole = costs.whole + costs.linear * lengths
 
     def place(self, count: int) -> ShardPlan | None:
         """Shards the ``count`` longest documents and places the others whole; None if the bounds forbid it."""
-        placed = self._deal_whole(count)
-        if placed is None:
-            return None
-        owner, load, tokens = placed
+        lengths = self._costs.lengths
         if not count:
-            if min(tokens) < self._bounds.least:
+            dealt = deal_evenly(self._whole, lengths, self._cp, self._bounds.least, self._bounds.most)
+            if dealt is None:
                 return None
             edges = np.zeros((0, 2 * self._cp + 1), dtype=np.int64)
-        else:
-            shares = self._pour(load, tokens, count)
-            if shares is None:
-                return None
-            edges = self._cut(count, shares)
-        plan = ShardPlan(self._costs.lengths, self._cp, owner, edges, "placed", self._threshold(count))
+            return ShardPlan(lengths, self._cp, dealt.owner, edges, "placed", self._threshold(0))
+        poured = self._fill(count)
+        if poured is None:
+            return None
+        dealt, shares = poured
+        plan = ShardPlan(lengths, self._cp, dealt.owner, self._cut(count, shares), "placed", self._threshold(count))
         if not self._bounds.hold(plan.tokens):  # rounding to whole tokens passed a narrow bound
-            if count < len(self._lengths):
+            if count < len(lengths):
                 return None
             plan = replace(plan, edges=self._cut(count, np.full(self._cp, 1 / self._cp)))
         return _normalised(plan)
-
-    def _cut(self, count: int, shares: FloatArray) -> IntArray:
-        """Edges of the ``count`` longest documents, so that ranks hold these shares of them."""
-        sharded = np.sort(self.longest_first[:count])
-        return _edges(deal(self._costs.lengths[sharded], np.concatenate([shares, shares[::-1]]) / 2))
 
     def place_up_to(self, threshold: int) -> ShardPlan:
         """Places documents up to ``threshold`` tokens whole, or as many of the shortest as the bounds allow."""
         count = int((self._costs.lengths > threshold).sum())
         while (plan := self.place(count)) is None:
             count += 1
-            assert count <= len(self._lengths), "with everything sharded every rank gets an even share"
+            assert count <= len(self._costs.lengths), "with everything sharded every rank gets an even share"
         return plan
 
+    def _cut(self, count: int, shares: FloatArray) -> IntArray:
+        """Edges of the ``count`` longest documents, so that ranks hold these shares of them."""
+        sharded = np.sort(self.longest_first[:count])
+        return chunk_edges(deal(self._costs.lengths[sharded], np.concatenate([shares, shares[::-1]]) / 2))
+
     def _threshold(self, count: int) -> int:
-        return self._lengths[self.longest_first[count]] if count < len(self._lengths) else 0
+        lengths = self._costs.lengths
+        return int(lengths[self.longest_first[count]]) if count < len(lengths) else 0
 
-    def _deal_whole(self, count: int) -> tuple[IntArray, list[float], list[int]] | None:
-        """Longest processing time first: every document to the rank with least to do that has room."""
-        owner = np.full(len(self._lengths), SHARDED, dtype=np.int64)
-        load, tokens = [0.0] * self._cp, [0] * self._cp
-        waiting = [(0.0, rank) for rank in range(self._cp)]
-        most, lengths = self._bounds.most, self._lengths
-        for document, cost in self._items[count:]:
-            length = lengths[document]
-            full = []
-            while waiting and tokens[waiting[0][1]] + length > most:
-                full.append(heapq.heappop(waiting))
-            if not waiting:
-                return None
-            rank = waiting[0][1]
-            owner[document] = rank
-            load[rank] += cost
-            tokens[rank] += length
-            heapq.heapreplace(waiting, (load[rank], rank))
-            for entry in full:
-                heapq.heappush(waiting, entry)
-        return owner, load, tokens
+    def _fill(self, count: int) -> tuple[Dealt, FloatArray] | None:
+        """The other documents whole, and shares in the ``count`` longest that even the ranks out.
 
-    def _pour(self, load: list[float], tokens: list[int], count: int) -> FloatArray | None:
+        Where tokens forbid that, the others are dealt anew, by how much more the sharded documents cost than they do
+        for as many tokens: if that is even, ranks filled up to as many tokens have as much workload.
+        """
+        cost, total = self._sharded_cost[count], self._sharded_tokens[count]
+        best: tuple[float, Dealt, FloatArray] | None = None
+        beyond = cost / total * self._costs.lengths - self._whole
+        for weights in (self._whole, beyond):
+            dealt = self._deal(count, weights)
+            shares = None if dealt is None else self._pour(dealt, count)
+            if dealt is None or shares is None:
+                continue
+            loads = np.array(dealt.load) + shares * cost
+            found = (float(loads.max() / loads.mean()), dealt, shares)
+            if best is None or found[0] < best[0]:
+                best = found
+            if best[0] <= _EVEN:
+                break
+        return best and best[1:]
+
+    def _deal(self, count: int, weights: FloatArray) -> Dealt | None:
+        """Documents but the ``count`` longest by weight, the heaviest first; with their true load."""
+        others = self.longest_first[count:]
+        others = others[np.argsort(-weights[others], kind="stable")]
+        lengths = self._costs.lengths
+        dealt = longest_first(others.tolist(), weights.tolist(), lengths.tolist(), self._cp, self._bounds.most)
+        if dealt is None:
+            return None
+        whole = dealt.owner != SHARDED
+        return replace(dealt, load=np.bincount(dealt.owner[whole], self._whole[whole], self._cp).tolist())
+
+    def _pour(self, dealt: Dealt, count: int) -> FloatArray | None:
         """Share of every rank in the sharded documents, so that the ranks come out alike; None if impossible."""
-        cost, total = float(self._sharded_cost[count]), float(self._sharded_tokens[count])
+        cost, total = self._sharded_cost[count], self._sharded_tokens[count]
         margin = min(count, 8)  # what rounding may move
         most, least = self._bounds.most - margin, self._bounds.least + margin
         if most < least:
             most = least = (self._bounds.most + self._bounds.least) / 2
-        high = [max(0.0, (most - t) / total) for t in tokens]
-        low = [max(0.0, (least - t) / total) for t in tokens]
+        high = [max(0.0, (most - t) / total) for t in dealt.tokens]
+        low = [max(0.0, (least - t) / total) for t in dealt.tokens]
         if sum(low) > 1 or sum(high) < 1:
-            if count < len(self._lengths):
+            if count < len(self._costs.lengths):
                 return None
             return np.full(self._cp, 1 / self._cp)
-        return _level([a / cost for a in load], low, high)
+        return _level([load / cost for load in dealt.load], low, high)
 
 
 def _level(load: Sequence[float], low: Sequence[float], high: Sequence[float]) -> FloatArray:

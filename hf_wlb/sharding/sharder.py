@@ -20,6 +20,7 @@ ShardingStrategy = Literal["per_sequence", "per_document", "placed", "adaptive"]
 SHARDING_STRATEGIES: tuple[str, ...] = get_args(ShardingStrategy)
 
 _WORSE_BEFORE_STOP = 2  # numbers of sharded documents to try beyond the best one
+_CLOSE = 0.001  # so close to ideal, relative to it, no more is tried
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,16 @@ class Sharder:
         if config.threshold is not None:
             return costs.price([placement.place_up_to(config.threshold)])
         plans = placements(placement, costs, len(lengths))
-        if config.strategy == "adaptive":
+        if config.strategy == "adaptive" and not (plans and plans[-1].slowest <= costs.ideal * (1 + _CLOSE)):
             plans += costs.price([per_sequence(lengths, config.cp_size), per_document(lengths, config.cp_size)])
         return plans
 
 
 def placements(placement: Placement, costs: ShardCosts, documents: int) -> list[ShardPlan]:
-    """Priced plans with 0, 1, 2, 3, 4, 6, 8, 12, ... of the longest documents sharded, until more bring nothing."""
+    """Priced plans with 0, 1, 2, 3, 4, 6, 8, 12, ... of the longest documents sharded, until more bring nothing.
+
+    A plan that is close to ideal ends the search, so that no exchange is taken for a gain that no clock would show.
+    """
     plans: list[ShardPlan] = []
     best, worse = float("inf"), 0
     for count in _counts(documents):
@@ -121,6 +125,8 @@ def placements(placement: Placement, costs: ShardCosts, documents: int) -> list[
         plans += costs.price([plan])
         if plans[-1].slowest < best:
             best, worse = plans[-1].slowest, 0
+            if best <= costs.ideal * (1 + _CLOSE):
+                break
         else:
             worse += 1
             if worse > _WORSE_BEFORE_STOP:

@@ -67,7 +67,7 @@ def per_document(lengths: Sequence[int] | NDArray[Any], cp_size: int) -> ShardPl
     """
     checked = check_micro_batch(lengths, cp_size)
     widths = deal(checked, np.full(2 * cp_size, 0.5 / cp_size))
-    return ShardPlan.from_edges(checked, cp_size, _edges(widths), "per_document")
+    return ShardPlan.from_edges(checked, cp_size, chunk_edges(widths), "per_document")
 
 
 def deal(lengths: IntArray, shares: FloatArray) -> IntArray:
@@ -108,7 +108,8 @@ def _owed_most(fractions: FloatArray, left: IntArray) -> IntArray:
     return more
 
 
-def _edges(widths: IntArray) -> IntArray:
+def chunk_edges(widths: IntArray) -> IntArray:
+    """Where chunks begin and the last ends, from their widths."""
     edges = np.zeros((widths.shape[0], widths.shape[1] + 1), dtype=np.int64)
     np.cumsum(widths, axis=1, out=edges[:, 1:])
     return edges

@@ -129,7 +129,7 @@ def test_kv_head_groups_and_what_is_kept_change_nothing(groups: int, regather: b
     right = expected(inputs, lengths, softcap=2.0)
     found = sharded(inputs, per_sequence(lengths, 4), options, kv_head_groups=groups, regather=regather)
     assert worst(found, right) <= ATTENTION_FLOAT32
-    exact = sharded(inputs, per_sequence(lengths, 4), options, reduce_in_fp32=True, deterministic=True)
+    exact = sharded(inputs, per_sequence(lengths, 4), options, deterministic=True)
     assert worst(exact, right) <= ATTENTION_FLOAT32
 
 
@@ -137,6 +137,25 @@ def by_hand(lengths: list[int], owner: list[int], edges: list[list[int]], cp: in
     made = ShardPlan(np.array(lengths), cp, np.array(owner), np.array(edges).reshape(-1, 2 * cp + 1), "by hand")
     assert made.tokens.sum() == sum(lengths)
     return made
+
+
+def test_much_to_gather_is_gathered_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, plan = Inputs.random(64, heads=4, kv_heads=4), per_document([64], 2)
+    gathered = 64 * 4 * 2 * SIZE * 4
+    counts: list[list[int]] = []
+
+    def listen(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensors:
+        sizes: list[int] = []
+        gather = exchange.gather
+        exchange.gather = lambda part: sizes.append(part.numel()) or gather(part)  # type: ignore
+        counts.append(sizes)
+        return shard
+
+    for limit, groups in ((gathered, 1), (gathered - 1, 2), (gathered // 3, 4), (1, 4)):
+        monkeypatch.setattr("hf_wlb.attention.function.GROUP_BYTES", limit)
+        counts.clear()
+        assert worst(sharded(inputs, plan, OPTIONS, listen), expected(inputs, [64])) <= ATTENTION_FLOAT32
+        assert [len(sizes) for sizes in counts] == [2 * groups, 2 * groups]  # forward and backward
 
 
 EXTREMES = {
@@ -198,15 +217,14 @@ def _dropped_reduce_scatter(shard: ShardTensors, exchange: ThreadExchange) -> Sh
 
 
 def _wrong_segment(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensors:
-    moved = shard.tail.k.clone()
-    moved[1] += 1
-    return dataclasses.replace(shard, tail=dataclasses.replace(shard.tail, k=moved, max_k=shard.tail.max_k + 1))
+    moved = shard.chunks.k.clone()
+    moved[-2] += 1
+    return dataclasses.replace(shard, chunks=dataclasses.replace(shard.chunks, k=moved, max_k=shard.chunks.max_k + 1))
 
 
 def _swapped_halves(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensors:
-    return dataclasses.replace(
-        shard, head=shard.tail, tail=shard.head, head_tokens=shard.tail_tokens, tail_tokens=shard.head_tokens
-    )
+    head, tail = shard.order.tensor_split([shard.head_keys])
+    return dataclasses.replace(shard, order=torch.cat([tail[: len(head)], head, tail[len(head) :]]))
 
 
 def _keys_in_rank_order(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensors:
@@ -214,11 +232,22 @@ def _keys_in_rank_order(shard: ShardTensors, exchange: ThreadExchange) -> ShardT
 
 
 def _documents_joined(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensors:
-    q, k = shard.tail.q[[0, -1]], shard.tail.k[[0, -1]]
-    return dataclasses.replace(shard, tail=Segments(q, k, int(q[-1]), int(k[-1])))
+    q, k = shard.chunks.q[[0, -1]], shard.chunks.k[[0, -1]]
+    return dataclasses.replace(shard, chunks=Segments(q, k, int(q[-1]), int(k[-1])))
 
 
-FAULTS = [_dropped_reduce_scatter, _wrong_segment, _swapped_halves, _keys_in_rank_order, _documents_joined]
+def _head_gradients_lost(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensors:
+    return dataclasses.replace(shard, head_keys=0)
+
+
+FAULTS = [
+    _dropped_reduce_scatter,
+    _wrong_segment,
+    _swapped_halves,
+    _keys_in_rank_order,
+    _documents_joined,
+    _head_gradients_lost,
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -253,7 +282,7 @@ def test_a_plan_for_another_rank_is_refused() -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match="kv_head_groups must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="kv_head_groups must be at least 1, or None, got 0"):
         AttentionContext(kv_head_groups=0)
 
 

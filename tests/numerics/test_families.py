@@ -1,5 +1,6 @@
 """Model families: packed equals alone for those that are accepted, and the others are refused by name."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -143,6 +144,10 @@ REFUSED: dict[str, tuple[Family, str]] = {
         Family("roberta", {"is_decoder": True, "attention_probs_dropout_prob": 0.0, "head_dim": None}),
         "gets other logits than alone in RobertaForCausalLM",
     ),
+    "llama, three-dimensional positions": (
+        Family("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}),
+        "LlamaForCausalLM uses three-dimensional position ids",
+    ),
     "llama, attention dropout": (
         Family("llama", {"attention_dropout": 0.1}),
         r"LlamaForCausalLM has attention_dropout=0.1.*Set config.attention_dropout = 0",
@@ -208,6 +213,24 @@ def test_packed_documents_equal_documents_alone(name: str) -> None:
 
 def test_the_families_are_many() -> None:
     assert len({family.kind for family in ACCEPTED.values()}) >= 20
+
+
+def test_the_documentation_lists_these_families() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "model_families.md").read_text()
+    listed = {line.split("|")[1].strip().strip("`") for line in text.splitlines() if line.startswith("| `")}
+    assert listed == {family.kind for family in ACCEPTED.values()}
+    refused = {family.kind for name, (family, _) in REFUSED.items() if not name.startswith(("llama,", "gpt2"))}
+    assert all(f"`{kind}`" in text.partition("## Refused")[2] for kind in refused)
+
+
+def test_what_layers_ask_of_a_kernel() -> None:
+    requests = check_isolation(build(ACCEPTED["gemma2"]))
+    assert [(r.head_size, r.value_head_size, r.sliding_window, r.softcap, r.grouped) for r in requests] == [
+        (8, 8, True, True, True),
+        (8, 8, False, True, True),
+    ]
+    (latent,) = check_isolation(build(ACCEPTED["deepseek_v3, latent"]))
+    assert (latent.head_size, latent.value_head_size, latent.grouped) == (16, 12, False)
 
 
 @pytest.mark.parametrize("wrong", ["documents that see each other", "a boundary off by one", "mean of means"])

@@ -32,7 +32,7 @@ GAPS = Call((0, 7, 0, 0, 64, 1, 0), (9, 20, 137, 1, 64, 300, 3))
 REQUEST = KernelRequest("cuda", torch.bfloat16, 128, 128)
 
 
-REMEMBERING = (selection._tell, flash2._load, flash4._load)
+REMEMBERING = (selection._tell, flash2._load, flash2._softcap_failure, flash4._load)
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,7 @@ def flash4_forward(
     q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
     max_seqlen_k=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
     return_lse=False,
+    out=None,
 ):  # fmt: skip
     assert return_lse
     window = (window_size_left, window_size_right, softcap)
@@ -112,6 +113,7 @@ class Machine:
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        monkeypatch.setattr(flash2, "_current_device", lambda: torch.device("cpu"))
         self.has_capability(9, 0)
         self.interface2 = types.SimpleNamespace(
             _flash_attn_varlen_forward=flash2_forward, _flash_attn_varlen_backward=flash2_backward

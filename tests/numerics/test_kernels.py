@@ -1,5 +1,11 @@
-"""The reference kernel against a dense oracle in float64; test_kernel_selection.py has the choice among kernels."""
+"""The reference kernel against a dense oracle in float64, memory that kernels are given, and what builds lack.
 
+test_kernel_selection.py has the choice among kernels.
+"""
+
+import sys
+import types
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +13,12 @@ import pytest
 import torch
 
 from hf_wlb.attention.kernels import (
+    KERNELS,
     AttentionOptions,
+    KernelRequest,
     ReferenceKernel,
+    choose_kernel,
+    flash2,
     reference,
 )
 from hf_wlb.attention.segments import Segments
@@ -233,3 +243,133 @@ def test_options_that_cannot_be_are_refused() -> None:
         AttentionOptions(1.0, sliding_window=0)
     with pytest.raises(ValueError, match="softcap must be above 0"):
         AttentionOptions(1.0, softcap=0.0)
+
+
+# ---- flash-attn 2, on a machine that is made up ----
+
+
+class Flash2:
+    """A build of flash-attn that computes on the CPU, with softcaps or without, and counts its calls with one."""
+
+    has_softcap = True
+    tried = 0
+
+    def __init__(self) -> None:
+        interface = types.SimpleNamespace(
+            _flash_attn_varlen_forward=lambda *given, **named: self.forward(*given, **named),
+            _flash_attn_varlen_backward=lambda *given, **named: self.backward(*given, **named),
+        )
+        self.package = types.SimpleNamespace(__version__="2.8.3", flash_attn_interface=interface)
+
+    def call(self, named: dict[str, Any]) -> tuple[Segments, AttentionOptions]:
+        self.tried += named["softcap"] > 0
+        if named["softcap"] and not self.has_softcap:
+            raise RuntimeError("This flash attention build does not support softcap.\nException raised from ...")
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        options = AttentionOptions(named["softmax_scale"], softcap=named["softcap"] or None)
+        return Segments(*(named[name] for name in names)), options
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> tuple[Any, ...]:
+        return *ReferenceKernel().forward(q, k, v, *self.call(named)), None, None
+
+    def backward(self, *given: torch.Tensor, deterministic: bool, **named: Any) -> None:
+        tensors, into = given[:6], given[6:]
+        ReferenceKernel().backward(*tensors, *self.call(named), into)
+
+
+@pytest.fixture
+def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flash2]:
+    build = Flash2()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(flash2, "_current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(flash2, "lacking_parameters", lambda function, names: [])
+    monkeypatch.setitem(sys.modules, "flash_attn", build.package)
+    for function in (flash2._load, flash2._softcap_failure):
+        function.cache_clear()
+    yield build
+    for function in (flash2._load, flash2._softcap_failure):
+        function.cache_clear()
+
+
+REQUEST = KernelRequest("cuda", torch.bfloat16, 128, 128)
+SOFTCAP = replace(REQUEST, softcap=True)
+
+
+def test_a_build_without_softcap_refuses_it_after_one_trial(flash_attn_2: Flash2) -> None:
+    flash_attn_2.has_softcap = False
+    assert KERNELS["flash-attn-2"].refusal(REQUEST) is None and not flash_attn_2.tried
+    reason = "has no softcap here: a trial call failed with 'This flash attention build does not support softcap.'"
+    for _ in range(3):
+        assert KERNELS["flash-attn-2"].refusal(SOFTCAP) == reason
+    assert flash_attn_2.tried == 1
+    with pytest.raises(ValueError, match=r"'flash-attn-2' was asked for, .*, softcap, but it has no softcap here: a "):
+        choose_kernel(SOFTCAP, "flash-attn-2")
+    assert choose_kernel(REQUEST, "flash-attn-2").name == "flash-attn-2"
+
+
+def test_a_build_with_softcap_takes_it_after_one_trial(flash_attn_2: Flash2) -> None:
+    for _ in range(3):
+        assert KERNELS["flash-attn-2"].refusal(SOFTCAP) is None
+    assert flash_attn_2.tried == 1
+
+
+def test_nothing_is_tried_without_a_device_or_the_library(
+    flash_attn_2: Flash2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_attn_2.has_softcap = False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert KERNELS["flash-attn-2"].refusal(SOFTCAP) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert KERNELS["flash-attn-2"].refusal(SOFTCAP) is None
+    assert "is not installed" in (KERNELS["flash-attn-2"].missing() or "") and not flash_attn_2.tried
+
+
+# ---- memory that a kernel is given ----
+
+
+@pytest.mark.parametrize("case", ["documents", "chunks", "gaps", "everything", "softcap", "own keys"])
+@pytest.mark.parametrize("name", ["reference", "flash-attn-2"])
+def test_results_go_where_they_are_told_to(flash_attn_2: Flash2, name: str, case: str) -> None:
+    call = replace(GAPS, kv_heads=4) if case == "own keys" else CASES[case]
+    if name == "flash-attn-2":  # it knows one head size, and windows are not this test's business
+        call = replace(call, value_size=call.size, sliding_window=None)
+    kernel = KERNELS[name]
+    q, k, v, dout = (call.inputs()[part].float() for part in ("q", "k", "v", "dout"))
+    segments, options = Segments.from_lengths(call.q_lengths, call.k_lengths), AttentionOptions(**call.options)
+    memory, *into = (torch.full_like(tensor, torch.nan) for tensor in (dout, q, k, v))
+    out, lse = kernel.forward(q, k, v, segments, options, memory)
+    found = kernel.backward(dout, q, k, v, out, lse, segments, options, tuple(into))
+    assert out is memory and all(gradient is given for gradient, given in zip(found, into, strict=True))
+    expected = outcome_of(kernel, call, call.inputs(), torch.float32)
+    for part, tensor in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=True):
+        assert torch.equal(tensor, expected[part]), part
+    unread = call.unread()
+    assert not found[1][unread].any() and not found[2][unread].any()
+
+
+def test_part_of_a_larger_memory_can_be_given(kernel: ReferenceKernel) -> None:
+    """As context-parallel attention does: rows of the whole shard's; what lies around them stays."""
+    q, k, v, dout = (GAPS.inputs()[part].float() for part in ("q", "k", "v", "dout"))
+    segments, options = Segments.from_lengths(GAPS.q_lengths, GAPS.k_lengths), AttentionOptions(**GAPS.options)
+    shards = [torch.full((t.shape[0] + 5, *t.shape[1:]), torch.nan) for t in (dout, q, k, v)]
+    memory, *into = (shard[2:-3] for shard in shards)
+    out, lse = kernel.forward(q, k, v, segments, options, memory)
+    kernel.backward(dout, q, k, v, out, lse, segments, options, tuple(into))
+    expected = outcome_of(kernel, GAPS, GAPS.inputs(), torch.float32)
+    for part, shard in zip(("out", "dq", "dk", "dv"), shards, strict=True):
+        assert torch.equal(shard[2:-3], expected[part])
+        assert shard[:2].isnan().all() and shard[-3:].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["reference", "flash-attn-2", "flash-attn-4", "torch"])
+def test_given_memory_is_zero_where_no_query_reads(name: str) -> None:
+    call = Call((0, 0), (5, 1))
+    q, k, v, dout = (call.inputs()[part].float() for part in ("q", "k", "v", "dout"))
+    segments, options = Segments.from_lengths(call.q_lengths, call.k_lengths), AttentionOptions(**call.options)
+    into = tuple(torch.full_like(tensor, torch.nan) for tensor in (q, k, v))
+    out, lse = KERNELS[name].forward(q, k, v, segments, options, torch.empty_like(dout))
+    found = KERNELS[name].backward(dout, q, k, v, out, lse, segments, options, into)
+    assert all(gradient is given for gradient, given in zip(found, into, strict=True))
+    assert torch.equal(into[1], torch.zeros(6, 2, 8)) and torch.equal(into[2], torch.zeros(6, 2, 8))

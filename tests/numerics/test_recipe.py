@@ -35,7 +35,13 @@ def arguments(folder: Path, **changes: Any) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def run(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
@@ -74,6 +80,19 @@ def test_it_trains_and_leaves_model_metrics_and_picture(finished: tuple[Path, st
     assert "next-fit" in output and "steady" in output and "Loss:" in output
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder)) == 512
+
+
+def test_two_context_parallel_processes_give_the_same_losses(finished: tuple[Path, str], tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launcher, *arguments(tmp_path, cp_size=2, save_strategy="no")[1:]]
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected, found = losses(finished[0]), losses(tmp_path)
+    assert sorted(found) == sorted(expected)
+    assert max(abs(found[step] - expected[step]) for step in found) <= 1e-5
+    assert "dp 1 x cp 2, sharding: adaptive" in result.stdout
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"cp_imbalance", "cp_attention_imbalance", "cp_attention_ms_rank_1"} <= set(row)
 
 
 def test_killed_and_resumed_it_gives_the_same_losses(finished: tuple[Path, str], tmp_path: Path) -> None:
@@ -140,6 +159,7 @@ def test_wrong_input_gets_a_sentence(tmp_path: Path) -> None:
     for changes, sentence in (
         ({"dataset": tmp_path / "absent.jsonl"}, "There is no file or folder"),
         ({"dataset": rows}, "body"),
+        ({"cp_size": 2}, "cp_size=2 does not divide the 1 process that runs; start 2 of them"),
     ):
         result = run(tmp_path / "out", **changes)
         assert result.returncode == 2 and "Traceback" not in result.stderr

@@ -311,6 +311,20 @@ def test_the_progress_bar_with_and_without_tqdm(disable: bool, tmp_path: Path, c
     assert len(recorder.losses) == trainer.state.global_step
 
 
+def test_no_layer_reads_the_documents_bounds_back(tmp_path: Path, monkeypatch: Any) -> None:
+    """On a GPU each of them would wait for it: the trainer hands on a plan made in the CPU's memory."""
+    from hf_wlb.attention import registration
+
+    def reading(*args: Any) -> Any:
+        raise AssertionError("cu_seq_lens_q was read")
+
+    monkeypatch.setattr(registration, "_whole_documents", reading)
+    trainer, recorder = train(tmp_path, max_steps=1, eval_dataset=rows_of((4, 9)))
+    assert check_first_step(recorder, rows_of(), tiny_llama()) <= TRAINER
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.attention_kernels == ("reference",)
+
+
 # ---- what is refused ----
 
 

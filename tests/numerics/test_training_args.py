@@ -8,6 +8,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from hf_wlb import AnalyticWorkload, WLBTrainingArguments
+from hf_wlb.sharding import ShardingConfig
 from tests.support.tiny_llama import tiny_llama
 
 
@@ -59,6 +60,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wait": ({"max_wait_steps": 0}, "max_wait_steps must be at least 1"),
     "contexts": ({"max_waiting_contexts": 0.0}, "max_waiting_contexts must be positive"),
     "window": ({"window_steps": 0}, "window_steps must be a whole number of at least 1"),
+    "cp": ({"cp_size": 0}, "cp_size must be a whole number of at least 1, got 0"),
+    "strategy": ({"cp_strategy": "ring"}, "strategy must be one of per_sequence, per_document, .*got 'ring'"),
+    "cp threshold": ({"cp_threshold": 8}, "threshold is for strategy='placed', but the strategy is 'adaptive'"),
+    "skew": ({"cp_max_token_skew": 1.0}, "max_token_skew must be at least 0 and below 1"),
+    "shard": (
+        {"cp_size": 2, "max_tokens_per_shard": 39},
+        r"micro-batches of up to 80 tokens \(S_max\) do not fit cp_size=2 processes of at most max_tokens_per_shard=39",
+    ),
+    "kernel": ({"attention_kernel": "magic"}, "attention_kernel must be one of auto, .*reference, got 'magic'"),
+    "head groups": ({"kv_head_groups": 0}, "kv_head_groups must be at least 1 or None, got 0"),
     "stages": ({"plan_pp_size": 0}, "pp_size must be a whole number of at least 1"),
 }
 
@@ -116,6 +127,29 @@ def test_every_setting_reaches_the_planner(tmp_path: Path) -> None:
     }
     found = config.to_dict()
     assert {name: found[name] for name in expected} == expected
+
+
+def test_every_setting_reaches_the_sharder(tmp_path: Path) -> None:
+    given = arguments(
+        tmp_path,
+        cp_size=4,
+        cp_strategy="placed",
+        cp_threshold=12,
+        max_tokens_per_shard=20,
+        cp_max_token_skew=0.1,
+        attention_kernel="auto",
+    )
+    assert given.sharding_config() == ShardingConfig(4, "placed", 12, 20, 0.1)
+    assert given.attention_kernel is None and given.regather_key_values is None
+    assert arguments(tmp_path).sharding_config() == ShardingConfig(1)
+    assert given.packing_config(2) == arguments(tmp_path).packing_config(2)  # S_max is of all ranks together
+
+
+def test_a_parallelism_of_accelerate_is_refused(tmp_path: Path) -> None:
+    from accelerate.parallelism_config import ParallelismConfig
+
+    with pytest.raises(ValueError, match=r"parallelism_config is not supported by WLBTrainer: .*Set cp_size instead"):
+        arguments(tmp_path, parallelism_config=ParallelismConfig())
 
 
 def test_the_workload_comes_from_where_it_is_said(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from hf_wlb.workload import AnalyticWorkload, HardwareFigures, count_model
 from hf_wlb.workload.model_config import GATED_MLP_FAMILIES, PLAIN_MLP_FAMILIES
@@ -109,6 +109,41 @@ def test_counted_flops_are_those_of_a_forward(family, sizes):
     # The linear part is the weights, and the rotary table (positions times at most 12 frequencies, twice).
     rotary = flops(20) - per_pair * 20**2 - 2 * 20 * count.weights
     assert 0 <= rotary <= 2 * 2 * 20 * 12
+
+
+KV_FAMILIES = [
+    ("llama", SMALL_GQA),
+    ("starcoder2", {**SMALL, "num_key_value_heads": 2}),
+    ("gemma3_text", SMALL_GQA),
+    ("gpt_neox", SMALL),
+    ("gpt2", {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}),
+    ("qwen3_moe", {**SMALL_GQA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    ("minicpm3", SMALL_MLA),
+    ("deepseek_v3", {**SMALL_MLA, "first_k_dense_replace": 4}),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes"), KV_FAMILIES)
+def test_counted_keys_and_values_are_those_that_reach_attention(family, sizes):
+    """What context parallelism exchanges: keys and values as the model hands them over, heads not repeated."""
+    config = make_config(family, **sizes, pad_token_id=0)
+    widths = []
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        widths.append(key.shape[1] * key.shape[3] + value.shape[1] * value.shape[3])
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register("kv_width_spy", spy)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="kv_width_spy")
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
+    count = count_model(config)
+    assert widths == [layer.kv_width for layer in count.layers]
+    assert count.key_value_width == sum(widths)
+    # Negative control: with heads repeated for every query head a grouped model would exchange more.
+    repeated = sum(layer.qk_width + layer.v_width for layer in count.layers)
+    grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
+    assert (repeated > sum(widths)) if grouped else (repeated == sum(widths))
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,23 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from hf_wlb import plots
 from hf_wlb.lengths import length_summary, sample_lengths
 from hf_wlb.plots import (
+    ShardPanel,
+    lengths,
     mean_imbalance,
     octave_shares,
     packer_colours,
+    packers,
     plot_frontier,
     plot_length_histogram,
     plot_micro_batch_workloads,
     plot_packer_bars,
+    plot_shard_plans,
+    sharding,
 )
+from hf_wlb.plots.sharding import rank_colours, shard_pieces
+from hf_wlb.sharding import SHARDED, ShardPlan, per_document, per_sequence
 
 UNEVEN = [[1.0, 3.0, 2.0, 2.0], [4.0, 1.0, 1.0, 2.0]] * 25
 EVEN = [[2.0, 2.0, 2.02, 1.98]] * 50
@@ -44,7 +50,29 @@ def draw_bars(path: Path) -> Path:
     return plot_packer_bars([("next-fit", 1.44), ("wlb, 2 queues", 1.05), ("steady", 0.999)], path)
 
 
-DRAWINGS = (draw_workloads, draw_histogram, draw_frontier, draw_bars)
+DOCUMENTS = [400, 90, 30, 250, 10, 44]
+MIXED = ShardPlan(
+    np.array(DOCUMENTS), 2, np.array([SHARDED, 0, 0, 1, 0, 1]), np.array([[0, 90, 170, 250, 400]]), "mixed"
+)
+
+
+def panel_of(plan: ShardPlan, *work: float) -> ShardPanel:
+    """A panel whose ranks all do the given linear work, local attention, sharded attention and waiting."""
+    names = ("linear work", "local attention", "sharded attention", "waiting")
+    parts = {name: [amount] * plan.cp_size for name, amount in zip(names, work, strict=True)}
+    return ShardPanel(f"{plan.strategy}: cut", f"{sum(work):g} ms", plan, parts)
+
+
+def draw_shards(path: Path) -> Path:
+    panels = [
+        panel_of(per_sequence(DOCUMENTS, 2), 10, 1, 6, 3),
+        panel_of(per_document(DOCUMENTS, 2), 10, 0, 5, 4),
+        panel_of(MIXED, 10, 3, 2, 0),
+    ]
+    return plot_shard_plans(panels, path, ideal=14.0, unit="ms")
+
+
+DRAWINGS = (draw_workloads, draw_histogram, draw_frontier, draw_bars, draw_shards)
 
 
 def text_of(figure: Any) -> str:
@@ -57,8 +85,11 @@ def text_of(figure: Any) -> str:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collect the figures as they are saved."""
     figures: list[Any] = []
-    save = plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure) or save(figure, path))
+    for module in (lengths, packers, sharding):
+        save = module.save
+        monkeypatch.setattr(
+            module, "save", lambda figure, path, save=save: figures.append(figure) or save(figure, path)
+        )
     return figures
 
 
@@ -119,8 +150,8 @@ def test_the_shortest_hundredth_shares_a_bin() -> None:
 
 
 def test_one_length_only(tmp_path: Path) -> None:
-    for lengths in ([7, 7], [1], [0, 4]):
-        plot_length_histogram(length_summary(np.array(lengths)), tmp_path / "a.png", context_length=4)
+    for same in ([7, 7], [1], [0, 4]):
+        plot_length_histogram(length_summary(np.array(same)), tmp_path / "a.png", context_length=4)
 
 
 def test_frontier_labels_do_not_cover_one_another(tmp_path: Path, drawn: list[Any]) -> None:
@@ -137,6 +168,52 @@ def test_bars_start_at_perfect_balance(tmp_path: Path, drawn: list[Any]) -> None
     widths = [bar.get_width() for bar in drawn[0].axes[0].patches]
     assert widths == pytest.approx([44.0, 5.0, -0.1])
     assert "1.440 x" in text_of(drawn[0])
+
+
+def test_shards_have_a_row_for_every_rank_and_one_scale(tmp_path: Path, drawn: list[Any]) -> None:
+    draw_shards(tmp_path / "a.png")
+    left, right = drawn[0].axes[0::2], drawn[0].axes[1::2]
+    assert len(left) == len(right) == 3
+    for axes in left:
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+        assert axes.get_xlim() == (0, sum(DOCUMENTS))
+    assert len({axes.get_xlim() for axes in right}) == 1
+    assert [text.get_text() for axes in right for text in axes.texts] == ["20", "19", "15"]  # of the slowest rank
+    text = text_of(drawn[0])
+    assert "per_sequence: cut" in text and "20 ms" in text and "predicted work (ms)" in text
+    assert "chunks of documents that were cut" in text and "ideal: shared out evenly" in text
+
+
+def test_bars_of_work_follow_one_another(tmp_path: Path, drawn: list[Any]) -> None:
+    plot_shard_plans([panel_of(MIXED, 10, 3, 2, 1)], tmp_path / "a.png", ideal=14.0, unit="ms")
+    bars = [bar for bar in drawn[0].axes[1].patches if round(bar.get_y() + 0.36) == 1]
+    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0, 10), (10, 3), (13, 2), (15, 1)]
+    assert [bool(bar.get_hatch()) for bar in bars] == [False, False, True, False]
+
+
+def test_pieces_tile_the_micro_batch() -> None:
+    for plan in (per_sequence(DOCUMENTS, 3), per_document(DOCUMENTS, 4), MIXED):
+        pieces = sorted(shard_pieces(plan), key=lambda piece: piece[1])
+        ends = np.cumsum([tokens for _, _, tokens, _ in pieces])
+        assert [first for _, first, _, _ in pieces] == [0, *ends[:-1]] and ends[-1] == sum(DOCUMENTS)
+        held = np.bincount([rank for rank, *_ in pieces], [tokens for _, _, tokens, _ in pieces], plan.cp_size)
+        assert held.tolist() == plan.tokens.tolist()
+        assert sum(local for *_, local in pieces) == (plan.owner != SHARDED).sum()
+    assert list(shard_pieces(MIXED))[:5] == [
+        (0, 0, 90, False),
+        (1, 90, 80, False),
+        (1, 170, 80, False),
+        (0, 250, 150, False),
+        (0, 400, 90, True),
+    ]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 8, 9, 32])
+def test_ranks_have_colours_of_their_own(tmp_path: Path, cp_size: int) -> None:
+    assert len(set(rank_colours(cp_size))) == cp_size
+    plan = per_document([2000, 3, *[1] * 160], cp_size)  # more documents than lines are drawn for
+    path = plot_shard_plans([panel_of(plan, 1, 0, 1, 0)], tmp_path / "a.png", ideal=0.0, unit="ms")
+    assert imread(path)[..., :3].min() < 0.5
 
 
 def test_nothing_to_draw_gets_a_sentence(tmp_path: Path) -> None:
@@ -156,6 +233,11 @@ def test_nothing_to_draw_gets_a_sentence(tmp_path: Path) -> None:
         plot_packer_bars([], path)
     with pytest.raises(ValueError, match="time of 'steady' over perfect balance is nan"):
         plot_packer_bars([("steady", float("nan"))], path)
+    with pytest.raises(ValueError, match="no shards to draw"):
+        plot_shard_plans([], path, ideal=1.0, unit="ms")
+    for other in (per_document(DOCUMENTS, 3), per_document(DOCUMENTS[::-1], 2)):
+        with pytest.raises(ValueError, match="Plans of different documents or numbers of ranks"):
+            plot_shard_plans([panel_of(MIXED, 1, 1, 1, 1), panel_of(other, 1, 1, 1, 1)], path, ideal=1.0, unit="ms")
     assert not path.exists()
 
 

@@ -89,6 +89,33 @@ def test_linear_work_has_the_rate_of_a_whole_micro_batch():
     assert ProfiledWorkload.from_dict(profile).linear(1) == pytest.approx(0.3)
 
 
+def test_a_profile_of_attention_alone_prices_other_work_at_nothing():
+    profile = {**documents_only(), "linear": []}
+    model = ProfiledWorkload.from_dict(profile)
+    assert model.linear(1000) == 0.0 and model.document(15) == model.attention(15) == pytest.approx(1.2)
+    assert model.crossover_length == 0.0
+    assert ProfiledWorkload.from_dict(model.to_dict()) == model
+    head = ProfiledWorkload.from_dict({**profile, "head": [linear(1000, 4.0, 8.0)]})
+    assert head.linear(1000) == pytest.approx(12.0)
+
+
+def test_the_exchange_is_its_own_samples_or_bare_collectives():
+    profile = documents_only()
+    profile["metadata"] = {**METADATA, "model": {"kv_width": 5}}  # 10 bytes a token
+    profile["collectives"] = [collective("all_gather", 2, 1000, 1.0), collective("reduce_scatter", 2, 1000, 2.0)]
+    bare = ProfiledWorkload.from_dict(profile)
+    assert bare.exchange(200, 2) == pytest.approx(6.0) and bare.exchange(200, 1) == bare.exchange(0, 2) == 0.0
+    again = ProfiledWorkload.from_dict({**profile, "gradient_checkpointing": True})
+    assert again.exchange(100, 2) == pytest.approx(4.0)
+    profile["collectives"].insert(1, collective("key_value_exchange", 2, 1000, 5.0))
+    whole = ProfiledWorkload.from_dict({**profile, "layers": [{"count": 3, "window": None}]})
+    assert whole.exchange(100, 2) == pytest.approx(15.0)
+    again = ProfiledWorkload.from_dict({**profile, "gradient_checkpointing": True})
+    assert again.exchange(100, 2) == pytest.approx(6.0)
+    with pytest.raises(ValueError, match="no time of all_gather over 4 ranks"):
+        whole.exchange(100, 4)
+
+
 def test_checkpointing_repeats_layer_forwards_only():
     profile = full_profile()
     plain = ProfiledWorkload.from_dict(profile)
@@ -280,7 +307,6 @@ BAD_PROFILES = [
     (change("metadata", "versions", "2"), "'versions' .* must be an object .*, but it is '2'"),
     (change("atention", []), "unknown keys 'atention'; allowed are schema, metadata"),
     (change("attention", []), "attention of the profile .* is empty"),
-    (change("linear", []), "linear of the profile .* is empty"),
     (change("linear", {}), "linear of the profile .* must be a list of samples, but it is an object"),
     (change("linear", 0, 5), r"linear\[0\] of the profile .* must be an object, but it is 5"),
     (change("linear", 0, "tokens", ...), r"linear\[0\] of the profile .* lacks 'tokens'"),

@@ -1,6 +1,6 @@
 """Attention kernels behind one signature, and the choice among them."""
 
-from hf_wlb.attention.kernels.base import AttentionKernel, AttentionOptions, KernelRequest
+from hf_wlb.attention.kernels.base import AttentionKernel, AttentionOptions, Gradients, KernelRequest
 from hf_wlb.attention.kernels.reference import ReferenceKernel
 from hf_wlb.attention.kernels.selection import KERNELS, available_kernels, choose_kernel
 
@@ -8,6 +8,7 @@ __all__ = [
     "KERNELS",
     "AttentionKernel",
     "AttentionOptions",
+    "Gradients",
     "KernelRequest",
     "ReferenceKernel",
     "available_kernels",

@@ -18,6 +18,9 @@ import torch
 
 from hf_wlb.attention.segments import Segments
 
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""dq, dk and dv."""
+
 
 @dataclass(frozen=True)
 class AttentionOptions:
@@ -103,7 +106,13 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        options: AttentionOptions,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of every segment.
 
@@ -113,6 +122,7 @@ class AttentionKernel(ABC):
             v: [keys, KV heads, value head size].
             segments: Which queries see which keys.
             options: What shapes the scores.
+            out: Contiguous memory for the output; None for new memory.
 
         Returns:
             The output [queries, heads, value head size] and the log-sum-exp [heads, queries].
@@ -129,7 +139,8 @@ class AttentionKernel(ABC):
         lse: torch.Tensor,
         segments: Segments,
         options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: Gradients | None = None,
+    ) -> Gradients:
         """Gradients of ``forward``, from its results.
 
         Args:
@@ -141,6 +152,7 @@ class AttentionKernel(ABC):
             lse: What ``forward`` gave with it.
             segments: See q.
             options: See q.
+            into: Contiguous memory for dq, dk and dv; None for new memory.
 
         Returns:
             dq, dk and dv, shaped and typed like q, k and v. Keys of segments without queries get exactly 0.

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_wlb.attention.kernels.base import AttentionOptions, KernelRequest
+from hf_wlb.attention.kernels.base import AttentionOptions, Gradients, KernelRequest
 from hf_wlb.attention.kernels.fused import (
     FusedKernel,
     different_value_size,
-    gradient_buffers,
     lacking_parameters,
     tokens_to_the_left,
 )
@@ -29,13 +28,24 @@ class FlashAttention2Kernel(FusedKernel):
         return found if isinstance(found, str) else None
 
     def _own_refusal(self, request: KernelRequest, capability: tuple[int, int] | None) -> str | None:
+        """Where a softcap is asked for on a CUDA device, this imports the library and tries: builds differ."""
+        if request.softcap and capability is not None and not isinstance(_load(), str):
+            failure = _softcap_failure(_current_device())
+            if failure is not None:
+                return f"has no softcap here: a trial call failed with {failure!r}"
         return different_value_size(request)
 
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        options: AttentionOptions,
+        out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = _functions().forward(q, k, v, **_arguments(segments, options))
-        return out, lse
+        attended, lse, *_ = _functions().forward(q, k, v, **_arguments(segments, options))
+        return attended if out is None else out.copy_(attended), lse
 
     def _backward(
         self,
@@ -47,8 +57,9 @@ class FlashAttention2Kernel(FusedKernel):
         lse: torch.Tensor,
         segments: Segments,
         options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = gradient_buffers(q, k, v)
+        into: Gradients,
+    ) -> Gradients:
+        dq, dk, dv = into
         _functions().backward(
             dout,
             q,
@@ -124,6 +135,22 @@ def _load() -> _Functions | str:
     if lacking:
         return f"is flash-attn {version}, whose functions are others than those of 2.7 to 2.8 ({', '.join(lacking)})"
     return found
+
+
+@cache
+def _softcap_failure(device: torch.device) -> str | None:
+    """What a tiny call with a softcap fails with, or None; builds can leave softcaps out and do not say so."""
+    token = torch.ones(1, 1, 64, dtype=torch.bfloat16, device=device)
+    arguments = _arguments(Segments.from_lengths([1], device=device), AttentionOptions(1.0, softcap=1.0))
+    try:
+        _functions().forward(token, token, token, **arguments)
+    except RuntimeError as error:
+        return str(error).strip().partition("\n")[0]
+    return None
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _functions() -> _Functions:

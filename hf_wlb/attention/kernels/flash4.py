@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_wlb.attention.kernels.base import AttentionOptions, KernelRequest
-from hf_wlb.attention.kernels.fused import FusedKernel, gradient_buffers, lacking_parameters, tokens_to_the_left
+from hf_wlb.attention.kernels.base import AttentionOptions, Gradients, KernelRequest
+from hf_wlb.attention.kernels.fused import FusedKernel, lacking_parameters, tokens_to_the_left
 from hf_wlb.attention.segments import Segments
 
 
@@ -32,10 +32,16 @@ class FlashAttention4Kernel(FusedKernel):
         return _REFUSALS.get(generation, _unknown_device)(request)
 
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        options: AttentionOptions,
+        out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = _functions().forward(q, k, v, return_lse=True, **_arguments(segments, options))
-        return out, lse
+        attended, lse, *_ = _functions().forward(q, k, v, out=out, return_lse=True, **_arguments(segments, options))
+        return attended, lse
 
     def _backward(
         self,
@@ -47,8 +53,9 @@ class FlashAttention4Kernel(FusedKernel):
         lse: torch.Tensor,
         segments: Segments,
         options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = gradient_buffers(q, k, v)
+        into: Gradients,
+    ) -> Gradients:
+        dq, dk, dv = into
         _functions().backward(
             q,
             k,
@@ -157,7 +164,7 @@ def _load() -> _Functions | str:
         return f"is installed but cannot be imported ({type(error).__name__}: {error})"
     try:
         found = _Functions(interface._flash_attn_fwd, interface._flash_attn_bwd)
-        lacking = [*lacking_parameters(found.forward, (*_NEEDED, "return_lse"))]
+        lacking = [*lacking_parameters(found.forward, (*_NEEDED, "return_lse", "out"))]
         lacking += lacking_parameters(found.backward, (*_NEEDED, "dq", "dk", "dv", "deterministic"))
     except AttributeError as error:
         lacking = [str(error)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_wlb.attention.kernels.base import AttentionKernel, AttentionOptions, KernelRequest
+from hf_wlb.attention.kernels.base import AttentionKernel, AttentionOptions, Gradients, KernelRequest
 from hf_wlb.attention.segments import Segments
 
 LARGEST_HEAD_SIZE = 256
@@ -44,13 +44,19 @@ class FusedKernel(AttentionKernel):
         return self._own_refusal(request, capability)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        options: AttentionOptions,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``AttentionKernel.forward``."""
         tokens, heads, _ = q.shape
         if tokens == 0:
             return q.new_empty(0, heads, v.shape[-1]), q.new_empty(heads, 0, dtype=torch.float32)
-        return self._forward(q, k, v, segments, options)
+        return self._forward(q, k, v, segments, options, out)
 
     def backward(
         self,
@@ -62,11 +68,14 @@ class FusedKernel(AttentionKernel):
         lse: torch.Tensor,
         segments: Segments,
         options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: Gradients | None = None,
+    ) -> Gradients:
         """See ``AttentionKernel.backward``."""
+        if into is None:
+            into = (_memory_for(q), _memory_for(k), _memory_for(v))
         if q.shape[0] == 0:
-            return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        return self._backward(dout, q, k, v, out, lse.contiguous(), segments, options)
+            return into[0], into[1].zero_(), into[2].zero_()
+        return self._backward(dout, q, k, v, out, lse.contiguous(), segments, options, into)
 
     @abstractmethod
     def _missing_library(self) -> str | None:
@@ -78,7 +87,13 @@ class FusedKernel(AttentionKernel):
 
     @abstractmethod
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        options: AttentionOptions,
+        out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``forward``, where there are queries."""
 
@@ -93,7 +108,8 @@ class FusedKernel(AttentionKernel):
         lse: torch.Tensor,
         segments: Segments,
         options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: Gradients,
+    ) -> Gradients:
         """As ``backward``, where there are queries."""
 
 
@@ -108,12 +124,12 @@ def tokens_to_the_left(segments: Segments, options: AttentionOptions) -> int | N
     return None if window is None or window >= segments.max_k else window - 1
 
 
-def gradient_buffers(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Dense, uninitialised memory for the gradients of tensors.
+def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Dense, uninitialised memory for a tensor's gradient.
 
     The kernels write all of it: where a segment has no queries, zeros over the ``max_k`` keys that they are told of.
     """
-    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def lacking_parameters(function: Callable[..., Any], names: Iterable[str]) -> list[str]:

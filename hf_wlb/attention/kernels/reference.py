@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_wlb.attention.kernels.base import AttentionKernel, AttentionOptions, KernelRequest
+from hf_wlb.attention.kernels.base import AttentionKernel, AttentionOptions, Gradients, KernelRequest
 from hf_wlb.attention.segments import Segments
 
 #: Queries that are looked at together, at most.
@@ -42,11 +42,17 @@ class ReferenceKernel(AttentionKernel):
         return None if request.dtype.is_floating_point else f"does not compute in {request.dtype}"
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        options: AttentionOptions,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``AttentionKernel.forward``."""
         tokens, heads, _ = q.shape
-        out = q.new_empty(tokens, heads, v.shape[-1])
+        out = q.new_empty(tokens, heads, v.shape[-1]) if out is None else out
         lse = torch.empty(heads, tokens, dtype=_compute_dtype(q), device=q.device)
         for segment in _with_queries(segments, q, k):
             rows, columns = segment
@@ -64,9 +70,14 @@ class ReferenceKernel(AttentionKernel):
         lse: torch.Tensor,
         segments: Segments,
         options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: Gradients | None = None,
+    ) -> Gradients:
         """See ``AttentionKernel.backward``."""
-        dq, dk, dv = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_zeros(k.shape), q.new_zeros(v.shape)
+        if into is None:
+            into = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+        dq, dk, dv = into
+        for gradient in (dk, dv):
+            gradient.zero_()  # for keys without queries
         for segment in _with_queries(segments, q, k):
             rows, columns = segment
             gradients = _gradients_whole if _has_fused_form(segment, q, v, options) else _gradients_in_blocks

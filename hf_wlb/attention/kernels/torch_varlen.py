@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_wlb.attention.kernels.base import AttentionOptions, KernelRequest
+from hf_wlb.attention.kernels.base import AttentionOptions, Gradients, KernelRequest
 from hf_wlb.attention.kernels.fused import FusedKernel, different_value_size, tokens_to_the_left
 from hf_wlb.attention.segments import Segments
 
@@ -27,10 +27,16 @@ class TorchKernel(FusedKernel):
         return different_value_size(request)
 
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: AttentionOptions
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        options: AttentionOptions,
+        out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         left = tokens_to_the_left(segments, options)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        attended, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
             v,
@@ -45,7 +51,7 @@ class TorchKernel(FusedKernel):
             window_size_left=-1 if left is None else left,
             window_size_right=0,
         )
-        return out, lse
+        return attended if out is None else out.copy_(attended), lse
 
     def _backward(
         self,
@@ -57,11 +63,12 @@ class TorchKernel(FusedKernel):
         lse: torch.Tensor,
         segments: Segments,
         options: AttentionOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        into: Gradients,
+    ) -> Gradients:
         if options.deterministic and not _deterministic():
             raise ValueError(f"attention kernel 'torch' gives the same gradients every time {_ONLY_UNDER}")
         left = tokens_to_the_left(segments, options)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        found = torch.ops.aten._flash_attention_backward(
             dout,
             q,
             k,
@@ -80,7 +87,9 @@ class TorchKernel(FusedKernel):
             window_size_left=-1 if left is None else left,
             window_size_right=0,
         )
-        return dq, dk, dv
+        for memory, gradient in zip(into, found, strict=True):
+            memory.copy_(gradient)
+        return into
 
 
 _ONLY_UNDER = (

@@ -10,28 +10,30 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import time
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
 
 from hf_wlb.accounting import (
     LogWindow,
-    TokenMean,
+    ShiftedLabelSmoother,
     check_loss,
     packing_summary,
     read_planner_state,
     save_planner_state,
 )
-from hf_wlb.attention import check_isolation, document_attention_enabled
+from hf_wlb.attention import KernelRequest, check_isolation, document_attention_enabled
 from hf_wlb.callbacks import WLBProgressCallback
 from hf_wlb.data import StreamingPackedDataset, WLBDataCollator, WLBDataLoader
 from hf_wlb.packing import PackingConfig
-from hf_wlb.parallel import verify_agreement
+from hf_wlb.parallel import ParallelMesh, verify_agreement
+from hf_wlb.sharding import Sharder
+from hf_wlb.trainer.attention import TrainerAttention
+from hf_wlb.trainer.evaluation import PlannedEvaluation
+from hf_wlb.trainer.shard_window import ShardWindow
 from hf_wlb.training_args import WLBTrainingArguments
 from hf_wlb.workload import WorkloadModel
 
@@ -40,8 +42,11 @@ logger = logging.getLogger(__name__)
 PlannedData = WLBDataLoader | StreamingPackedDataset
 
 
-class WLBTrainer(Trainer):
+class WLBTrainer(PlannedEvaluation):
     """``Trainer`` with planned micro-batches, documents that do not see each other and an exact token-mean loss.
+
+    With ``cp_size`` above 1 the processes of a replica share each micro-batch (context parallelism): all of them plan
+    it, and each takes its shard.
 
     Args:
         model: A causal language model of Transformers. Refused, with the reason, if documents packed together would
@@ -51,18 +56,25 @@ class WLBTrainer(Trainer):
             ``max_steps`` set.
         eval_dataset: As Trainer's, of map-style documents. Documents are packed in their order; the loss is the mean
             over all tokens. For ``compute_metrics`` a row is a micro-batch, padded with -100.
-        data_collator: A ``WLBDataCollator``, or None. Any other one is replaced, with a warning.
+        data_collator: A ``WLBDataCollator``, or None. Any other one is replaced, with a warning. Its shards are the
+            trainer's business.
         workload: What documents cost; by default as ``args`` say.
         **kwargs: Trainer's other arguments.
 
     Attributes:
+        mesh: This process's place among replicas and context-parallel ranks.
         packing: The planner's settings.
         workload: What documents cost.
+        attention_kernels: Names of the kernels that the model's layers attend with.
+
+    Raises:
+        ValueError: For a model or settings that would not be trained exactly, on every rank.
 
     Logs (means over the steps since the last log, all replicas together): ``imbalance``, ``delay`` (steps),
     ``time_gap`` (modelled time over perfect balance), ``tokens_per_step``, ``waiting_contexts``, ``plan_ms``,
-    ``tokens_per_second``. The summary at the end has the last epoch's figures as ``packing_...``, with the documents
-    split, truncated and dropped.
+    ``tokens_per_second``; under context parallelism also how evenly micro-batches were shared out, as predicted and as
+    measured, see ``ShardWindow.means``. The summary at the end has the last epoch's figures as ``packing_...``, with
+    the documents split, truncated and dropped. ``num_input_tokens_seen`` counts the documents' tokens, no dummies'.
 
     Checkpoints hold ``planner_state.json`` besides Trainer's files: a resume continues with the very next micro-batch.
     """
@@ -90,6 +102,7 @@ class WLBTrainer(Trainer):
                 type(data_collator).__name__,
             )
             data_collator = None
+        self.mesh = ParallelMesh.of(args.cp_size, args.device.type)
         super().__init__(
             model=model,
             args=args,
@@ -98,16 +111,13 @@ class WLBTrainer(Trainer):
             eval_dataset=eval_dataset,
             **kwargs,
         )
-        self._check_model()
-        self.packing: PackingConfig = args.packing_config(args.world_size)
-        causal_lm = self._causal_lm
-        self.workload = args.workload_model(causal_lm.config) if workload is None else workload
-        if data_collator is None:
-            token = causal_lm.config.get_text_config().pad_token_id
-            self.data_collator: Any = WLBDataCollator(
-                pad_token_id=0 if token is None else token,
-                max_position_embeddings=getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None),
-            )
+        requests = self._check_model()
+        self._check_context_parallelism()
+        self.packing: PackingConfig = args.packing_config(self.mesh.dp_size)
+        self.workload = args.workload_model(self._causal_lm.config) if workload is None else workload
+        self.data_collator: Any = self._collator(data_collator)
+        self._attention = TrainerAttention(args, requests, self.mesh)
+        self.attention_kernels = self._attention.kernels
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(WLBProgressCallback)
         self._train_data: PlannedData | None = None
@@ -115,13 +125,10 @@ class WLBTrainer(Trainer):
         self._rng_checkpoint: str | None = None  # restored once the first micro-batches are there
         self._num_items = 0
         self._window = LogWindow()
+        meter = self._attention.meter
+        self._shard_window = None if meter is None else ShardWindow(self.mesh, meter)
 
-    @property
-    def _causal_lm(self) -> PreTrainedModel:
-        model: Any = self.accelerator.unwrap_model(self.model)
-        return cast(PreTrainedModel, model.get_base_model() if hasattr(model, "get_base_model") else model)
-
-    def _check_model(self) -> None:
+    def _check_model(self) -> list[KernelRequest]:
         name = type(self._causal_lm).__name__
         if not isinstance(self._causal_lm, PreTrainedModel):
             raise ValueError(f"WLBTrainer trains causal language models of Transformers, got a {name}")
@@ -140,8 +147,38 @@ class WLBTrainer(Trainer):
                 f"{name} adds a router loss (output_router_logits=True), a mean per micro-batch that changes with how "
                 "documents are packed. Set config.output_router_logits = False."
             )
-        check_isolation(self._causal_lm)
+        requests = check_isolation(self._causal_lm)
         check_loss(self._causal_lm)
+        return requests
+
+    def _check_context_parallelism(self) -> None:
+        if self.mesh.cp_size == 1:
+            return
+        if self.compute_loss_func is not None:
+            raise ValueError(
+                f"compute_loss_func is not supported with cp_size={self.mesh.cp_size}: it would get labels that are "
+                "shifted already and in a shard's order. Leave it away, or set cp_size=1."
+            )
+        if "inputs" in self.args.include_for_metrics:
+            raise ValueError(
+                f"include_for_metrics=['inputs'] is not supported with cp_size={self.mesh.cp_size}: every process has "
+                "only a shard of the input_ids. Take the label_ids, or set cp_size=1."
+            )
+        check_loss(self._causal_lm, shifted=True)
+        if self.label_smoother is not None:
+            self.label_smoother = ShiftedLabelSmoother(epsilon=self.label_smoother.epsilon)
+
+    def _collator(self, given: WLBDataCollator | None) -> WLBDataCollator:
+        args, text_config = cast(WLBTrainingArguments, self.args), self._causal_lm.config.get_text_config()
+        if given is None:
+            token = text_config.pad_token_id
+            given = WLBDataCollator(
+                pad_token_id=0 if token is None else token,
+                max_position_embeddings=getattr(text_config, "max_position_embeddings", None),
+            )
+        if self.mesh.cp_size == 1 and given.sharder is None:
+            return given
+        return given.for_rank(Sharder(args.sharding_config(), self.workload), self.mesh.cp_rank)
 
     # ---- data ----
 
@@ -154,74 +191,21 @@ class WLBTrainer(Trainer):
             if args.dataloader_num_workers:
                 logger.warning("A stream is read in the main process: dataloader_num_workers is not used.")
             self._train_data = StreamingPackedDataset(
-                self.train_dataset, self.packing, self.workload, dp_rank=args.process_index, collator=self.data_collator
+                self.train_dataset, self.packing, self.workload, dp_rank=self.mesh.dp_rank, collator=self.data_collator
             )
         else:
             self._train_data = self._loader(self.train_dataset, self.packing, args.shuffle_documents)
         return self._train_data
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> WLBDataLoader:  # type: ignore[override]
-        """Documents in their order, packed without looking at workloads, shared out over the ranks."""
-        if isinstance(eval_dataset, str):
-            eval_dataset = cast(dict[str, Any], self.eval_dataset)[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ValueError("Trainer: evaluation requires an eval_dataset.")
-        if not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"evaluation needs documents with a length, one a row, got {type(dataset).__name__}; take some of the "
-                "stream into a list or a datasets.Dataset"
-            )
-        config = PackingConfig(
-            context_length=self.packing.longest_document or self.packing.capacity,
-            micro_batches_per_replica=1,
-            dp_size=self.args.world_size,
-            packer="next-fit",
-            oversize=self.packing.oversize,
-            empty=self.packing.empty,
-        )
-        return self._loader(dataset, config, shuffle=False)
-
-    def get_test_dataloader(self, test_dataset: Any) -> WLBDataLoader:  # type: ignore[override]
-        """See ``get_eval_dataloader``."""
-        return self.get_eval_dataloader(test_dataset)
-
-    def _loader(self, dataset: Any, config: PackingConfig, shuffle: bool) -> WLBDataLoader:
-        args = self.args
-        loader = WLBDataLoader(
-            dataset,
-            config,
-            self.workload,
-            collator=self.data_collator,
-            dp_rank=args.process_index,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=shuffle,
-            num_workers=args.dataloader_num_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
-        )
-        self._check_positions(loader)
-        return loader
-
-    def _check_positions(self, loader: WLBDataLoader) -> None:
-        """Refuses documents that the model has no positions for now, not when their step comes."""
-        positions = getattr(self._causal_lm.config.get_text_config(), "max_position_embeddings", None)
-        lengths = loader.sampler.lengths
-        if positions is None or not len(lengths):
-            return
-        longest = min(int(lengths.max()), loader.config.longest_document or loader.config.capacity)
-        if longest > positions:
-            raise ValueError(
-                f"a document of {longest:,} tokens would be trained whole, but the model has positions for "
-                f"{positions:,} (max_position_embeddings). Set max_document_tokens={positions} to have longer "
-                "documents split, or extend the model's positions."
-            )
 
     def num_examples(self, dataloader: Any) -> int:
         """Documents of the data set."""
         return len(dataloader.dataset)
 
     # ---- steps and epochs ----
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Micro-batches of a step; context-parallel ranks share theirs."""
+        return args.gradient_accumulation_steps * self.mesh.dp_size
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
         """Counts epochs and steps as they are planned; epochs may differ by a few steps."""
@@ -257,6 +241,8 @@ class WLBTrainer(Trainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial
         )
         self._window = LogWindow()
+        if self._shard_window is not None:
+            self._shard_window.clear()
         if resume is None:
             return epochs, micro_batches
         if self._steps_by_epoch:
@@ -327,7 +313,22 @@ class WLBTrainer(Trainer):
             self._rng_checkpoint = None
         if self._train_data is not None and samples[0]:
             self._window.add(self._train_data.step_metrics)
+            if self._shard_window is not None:
+                self._shard_window.add([micro_batch["wlb_info"] for micro_batch in samples[0]])
         return samples
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """To the device, with the plan as arguments of the model's forward."""
+        inputs = dict(inputs)
+        plan = self._attention.plan_of(inputs, training=self._causal_lm.training)
+        return {**super()._prepare_inputs(inputs), **plan}
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Counts a step's documents on all ranks from its plan, once it is complete."""
+        if self.args.include_num_input_tokens_seen == "no" or not self.accelerator.sync_gradients:
+            return
+        plan = None if self._train_data is None else self._train_data.plan
+        self.state.num_input_tokens_seen += 0 if plan is None else plan.tokens
 
     # ---- loss ----
 
@@ -343,37 +344,6 @@ class WLBTrainer(Trainer):
         with document_attention_enabled(self._causal_lm):
             return super()._inner_training_loop(*args, **kwargs)
 
-    # ---- evaluation ----
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Trainer's loop; the loss is the mean over all tokens instead of a mean of means."""
-        self._token_mean, start = TokenMean(), time.perf_counter()
-        with document_attention_enabled(self._causal_lm):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        assert output.metrics is not None
-        output.metrics[f"{metric_key_prefix}_loss"] = self._token_mean.value()
-        self._window.leave_out(time.perf_counter() - start)
-        return output
-
-    def prediction_step(
-        self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Also adds the micro-batches of all ranks to the evaluation's mean."""
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if loss is not None:
-            # compute_loss gives (sum on this rank / tokens on all) * ranks: the mean over ranks is exact.
-            self._token_mean.add(self.accelerator.reduce(loss.detach().clone(), "mean"), self._num_items)
-        return loss, logits, labels
-
     # ---- logs and checkpoints ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -381,6 +351,8 @@ class WLBTrainer(Trainer):
         if "loss" in logs:
             logs = {**logs, **self._window.means()}
             self._window = LogWindow()
+            if self._shard_window is not None:
+                logs |= self._shard_window.means()
         elif "train_runtime" in logs and self._train_data is not None:
             logs = {**logs, **packing_summary(self._train_data.report())}
         super().log(logs, start_time)

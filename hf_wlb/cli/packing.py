@@ -1,40 +1,34 @@
-"""The command ``hf-wlb``: ``analyze`` compares packers on given data, ``tune`` finds settings for it.
-
-Results go to standard output, progress and errors to standard error. What the user can mend is told in one sentence,
-with exit code 2.
-"""
+"""``hf-wlb analyze`` and ``hf-wlb tune``: packers on given data."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from hf_wlb import __version__
 from hf_wlb.analysis import Analysis, LengthSource, analyze, choose_workload, read_lengths
 from hf_wlb.analysis.tables import analysis_tables, tuning_tables
+from hf_wlb.cli.base import (
+    Checkpointing,
+    Crossover,
+    Hardware,
+    Model,
+    ProfileFile,
+    app,
+    check_folders,
+    progress,
+    user_errors,
+    write_json,
+)
 from hf_wlb.lengths import IntArray
 from hf_wlb.packing import PackingConfig, TuningPoint, TuningResult, tune
 from hf_wlb.packing.tuning import Mapper
 from hf_wlb.workload import WorkloadModel
-
-app = typer.Typer(
-    help="Workload-balanced packing for long-context training: what it brings for your data, and how to set it.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 Data = Annotated[
     str | None,
@@ -50,11 +44,6 @@ Dp = Annotated[int, typer.Option(help="Data-parallel replicas.")]
 Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
 Sharded = Annotated[bool, typer.Option("--sharded-parameters", help="FSDP or ZeRO-3 (without a pipeline).")]
 SMax = Annotated[int | None, typer.Option(help="S_max: most tokens of a micro-batch that fit into memory.")]
-Model = Annotated[str | None, typer.Option(help="Preset (550M, 7B, 30B, 70B) or folder of a Transformers config.")]
-Crossover = Annotated[float | None, typer.Option(help="Tokens at which attention equals linear work.")]
-ProfileFile = Annotated[str | None, typer.Option(help="Measured profile (JSON).")]
-Hardware = Annotated[str, typer.Option(help="With --model: h100, h100-flash-attn-4 or cpu.")]
-Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With --model: recompute layers.")]
 Steps = Annotated[int, typer.Option(help="Steps' worth of documents to compare on.")]
 TuneSteps = Annotated[int | None, typer.Option(help="Steps to simulate with each setting (default: 40 to 200).")]
 MaxDelay = Annotated[float, typer.Option(help="Mean steps that a token may wait, for the recommendation.")]
@@ -64,37 +53,6 @@ ColumnOfText = Annotated[str | None, typer.Option(help="For text: the column tha
 Split = Annotated[str, typer.Option(help="For text: the split to read.")]
 MaxDocuments = Annotated[int | None, typer.Option(help="For text: take only the first so many documents.", min=1)]
 Workers = Annotated[int, typer.Option(help="Processes that try settings.", min=1)]
-
-errors = Console(stderr=True)
-
-
-def user_errors(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Turns what the user can mend into one sentence and exit code 2."""
-
-    @functools.wraps(command)
-    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
-            return command(*args, **kwargs)
-        except (ValueError, OSError) as error:
-            errors.print(f"Error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(2) from None
-
-    return guarded
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"hf-wlb {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """Workload-balanced packing for long-context training."""
 
 
 @app.command("analyze")
@@ -128,7 +86,7 @@ def analyze_command(
     png: Annotated[Path | None, typer.Option(help="Draw the packers' times; lengths go to *-lengths.png.")] = None,
 ) -> None:
     """Compare all packers on the same documents, and recommend settings."""
-    _check_folders(json_file, png)
+    check_folders(json_file, png)
     config = PackingConfig(context, micro_batches, dp, pp, sharded_parameters, max_tokens_per_micro_batch=s_max)
     workload, priced_by = choose_workload(
         model=model,
@@ -137,7 +95,7 @@ def analyze_command(
         hardware=hardware,
         gradient_checkpointing=gradient_checkpointing,
     )
-    with _progress("reading lengths") as show:
+    with progress("reading lengths") as show:
         source = _read(data, tokenizer, text_column, split, max_documents, seed)
         analysis = analyze(
             source.lengths,
@@ -154,7 +112,7 @@ def analyze_command(
     for part in analysis_tables(analysis, source.description, priced_by, config):
         console.print(part)
     if json_file is not None:
-        _write_json(json_file, {"source": source.description, "workload": priced_by, **analysis.to_dict()})
+        write_json(json_file, {"source": source.description, "workload": priced_by, **analysis.to_dict()})
     if png is not None:
         _draw(analysis, png, context)
 
@@ -192,7 +150,7 @@ def tune_command(
     report: Annotated[Path | None, typer.Option(help="Write every setting tried and its figures as JSON.")] = None,
 ) -> None:
     """Try settings on a simulated stream of your lengths, and recommend one."""
-    _check_folders(json_file, report)
+    check_folders(json_file, report)
     config = PackingConfig(context, micro_batches, dp, pp, sharded_parameters, max_tokens_per_micro_batch=s_max)
     workload, priced_by = choose_workload(
         model=model,
@@ -202,7 +160,7 @@ def tune_command(
         gradient_checkpointing=gradient_checkpointing,
     )
     packers = tuple(packer or ("wlb", "steady"))
-    with _progress("reading lengths") as show:
+    with progress("reading lengths") as show:
         source = _read(data, tokenizer, text_column, split, max_documents, seed)
         search = _tuner(workload, config, max_delay, max_token_variation, seed, workers, show, steps, packers)
         result = search(source.lengths)
@@ -210,9 +168,9 @@ def tune_command(
     for part in tuning_tables(result, source.description, priced_by, config):
         console.print(part)
     if json_file is not None:
-        _write_json(json_file, result.recommended.config.to_dict())
+        write_json(json_file, result.recommended.config.to_dict())
     if report is not None:
-        _write_json(report, {"source": source.description, "workload": priced_by, **result.to_dict()})
+        write_json(report, {"source": source.description, "workload": priced_by, **result.to_dict()})
 
 
 def _read(
@@ -263,36 +221,8 @@ def _mapper(workers: int) -> Iterator[Mapper]:
         yield parallel
 
 
-@contextmanager
-def _progress(first: str) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error; the function it gives says what is done next."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as bar:
-        task = bar.add_task(first, total=None)
-
-        def show(what: str) -> None:
-            bar.update(task, description=what)
-
-        yield show
-
-
-def _check_folders(*files: Path | None) -> None:
-    """Before anything is computed: can the results be written?"""
-    for file in files:
-        if file is not None and not file.parent.is_dir():
-            raise FileNotFoundError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def _draw(analysis: Analysis, path: Path, context_length: int) -> None:
     from hf_wlb.plots import plot_length_histogram, plot_packer_bars
 
     plot_length_histogram(analysis.summary, path.with_name(f"{path.stem}-lengths.png"), context_length=context_length)
     plot_packer_bars(analysis.bars(), path)
-
-
-if __name__ == "__main__":
-    app()

@@ -1,65 +1,20 @@
-"""Pictures of workloads, lengths and packers, as PNG files.
+"""Pictures of micro-batches and packers: their workloads, their times, and what balance costs."""
 
-Plain numbers in, one file out; nothing is shown on a screen and no global Matplotlib state is touched. A packer
-has the same colour in every picture (Okabe and Ito's palette, which colour-blind readers can tell apart).
-"""
+from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from hf_wlb.lengths import LengthHistogram, LengthSummary
+from hf_wlb.plots.style import GREY, INK, new_figure, packer_colours, save
 
-_DPI = 110
-_GREY = "#707070"
-_INK = "#222222"
-_PACKER_COLOURS = {
-    "concat": "#8C8C8C",
-    "next-fit": "#D55E00",
-    "sequential": "#D55E00",
-    "greedy": "#E69F00",
-    "solver": "#CC79A7",
-    "wlb": "#0072B2",
-    "steady": "#009E73",
-}
-_OTHER_COLOURS = ("#56B4E9", "#8B6508", "#000000", "#7B52AB")
-_QUANTITIES = (("documents", "#0072B2"), ("tokens", "#E69F00"), ("attention work", "#D55E00"))
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X")
-
-
-def packer_colours(names: Iterable[str]) -> dict[str, str]:
-    """Give every packer its colour.
-
-    Args:
-        names: Labels that start with a packer's name, such as ``"greedy, 4 global batches"``; other labels
-            get the remaining colours in turn.
-
-    Returns:
-        Label -> colour, ``#RRGGBB``.
-
-    Example:
-        >>> packer_colours(["steady", "wlb, 2 queues"])
-        {'steady': '#009E73', 'wlb, 2 queues': '#0072B2'}
-    """
-    colours: dict[str, str] = {}
-    unknown = 0
-    for name in names:
-        key = name.lower().replace("_", "-")
-        known = [colour for packer, colour in _PACKER_COLOURS.items() if key.startswith(packer)]
-        if known:
-            colours[name] = known[0]
-        else:
-            colours[name] = _OTHER_COLOURS[unknown % len(_OTHER_COLOURS)]
-            unknown += 1
-    return colours
 
 
 def plot_micro_batch_workloads(
@@ -94,7 +49,7 @@ def plot_micro_batch_workloads(
         raise ValueError("There are no workloads to draw: give at least one packer's steps.")
     if max_steps < 1:
         raise ValueError(f"max_steps={max_steps} was given; draw 1 step or more.")
-    figure, row = _figure(width=max(6.4, 4.9 * len(panels)), height=3.9, columns=len(panels), title=title)
+    figure, row = new_figure(width=max(6.4, 4.9 * len(panels)), height=3.9, columns=len(panels), title=title)
     colours = packer_colours(panels)
     tallest = 0.0
     for axes, (name, steps) in zip(row, panels.items(), strict=True):
@@ -102,7 +57,7 @@ def plot_micro_batch_workloads(
         drawn = steps[:max_steps]
         tallest = max(tallest, max(max(step) for step in drawn))
         _draw_steps(axes, drawn, colours[name])
-        axes.set_title(f"{name}: imbalance {imbalance:.2f} (heaviest / mean)", fontsize=10.5, color=_INK)
+        axes.set_title(f"{name}: imbalance {imbalance:.2f} (heaviest / mean)", fontsize=10.5, color=INK)
         shown = "" if len(drawn) == len(steps) else f" (the first {len(drawn)} of {len(steps)} are shown)"
         axes.set_xlabel(f"step{shown}")
     for axes in row:
@@ -111,12 +66,12 @@ def plot_micro_batch_workloads(
         axes.tick_params(labelleft=False)
     row[0].set_ylabel(f"work ({unit})")
     key = [
-        Line2D([], [], linestyle="", marker="o", color=_GREY, markerfacecolor="white", label="micro-batch"),
-        Line2D([], [], linestyle="", marker="o", color=_GREY, label="heaviest: all others wait for it"),
-        Line2D([], [], color=_INK, linewidth=1.4, label="mean of the step"),
+        Line2D([], [], linestyle="", marker="o", color=GREY, markerfacecolor="white", label="micro-batch"),
+        Line2D([], [], linestyle="", marker="o", color=GREY, label="heaviest: all others wait for it"),
+        Line2D([], [], color=INK, linewidth=1.4, label="mean of the step"),
     ]
     figure.legend(handles=key, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def mean_imbalance(steps: Sequence[Sequence[float]], name: str = "The packer") -> float:
@@ -141,102 +96,10 @@ def _draw_steps(axes: Axes, steps: Sequence[Sequence[float]], colour: str) -> No
     axes.scatter(flat_place, flat, s=15, facecolor="white", edgecolor=colour, linewidth=1)
     axes.scatter(place, heaviest, s=26, color=colour, zorder=4)
     half = min(0.36, 0.1 + 0.012 * len(steps))
-    axes.hlines(mean, place - half, place + half, color=_INK, linewidth=1.4, zorder=5)
+    axes.hlines(mean, place - half, place + half, color=INK, linewidth=1.4, zorder=5)
     axes.set_xlim(0.2, len(steps) + 0.8)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     axes.grid(axis="y", color="#E4E4E4", linewidth=0.7)
-
-
-def plot_length_histogram(
-    summary: LengthSummary,
-    path: str | Path,
-    *,
-    title: str = "Where the documents, the tokens and the attention work are",
-    context_length: int | None = None,
-) -> Path:
-    """Draw the shares of documents, of tokens and of attention work by document length.
-
-    Args:
-        summary: From :func:`hf_wlb.lengths.length_summary`.
-        path: PNG file to write; its folder is created.
-        title: Heading of the picture.
-        context_length: Marked by a vertical line if given, in tokens.
-
-    Returns:
-        The path.
-
-    Raises:
-        ValueError: If there is no document with tokens.
-    """
-    histogram = summary.histogram
-    if not histogram.edges:
-        raise ValueError("There are no lengths to draw: every document is empty, or there is none.")
-    figure, row = _figure(width=7.6, height=4.3, columns=1, title=title)
-    axes = row[0]
-    edges, shares = octave_shares(histogram)
-    for index, (label, colour) in enumerate(_QUANTITIES):
-        places = np.arange(len(edges) - 1) + 0.5 + 0.27 * (index - 1)
-        axes.bar(places, shares[index], width=0.27, color=colour, label=label)
-    axes.set_xticks(range(len(edges)), [token_text(edge) for edge in edges])
-    axes.set_xlim(-0.15, len(edges) - 0.85)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:g}%"))
-    axes.set_ylim(0, shares.max() * 1.12)
-    if context_length is not None:
-        _mark_context(axes, context_length, edges)
-    axes.set_xlabel("document length (tokens)")
-    axes.set_ylabel("share between two marks")
-    axes.set_title(
-        f"{summary.count:,} documents, {summary.tokens:,} tokens; a token's document has "
-        f"{summary.squared_over_mean:,.0f} tokens on average",
-        fontsize=9.5,
-        color=_INK,
-    )
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
-    axes.grid(axis="y", color="#E4E4E4", linewidth=0.7)
-    return _save(figure, path)
-
-
-def octave_shares(histogram: LengthHistogram) -> tuple[list[int], npt.NDArray[np.float64]]:
-    """Sum a histogram up by doublings of the length.
-
-    The shortest documents, up to 1% of all, share the first bin.
-
-    Args:
-        histogram: At least one bin.
-
-    Returns:
-        Edges in tokens, powers of two but for the first, and percent of all documents, tokens and attention
-        work in each bin, shape ``(3, len(edges) - 1)``.
-    """
-    octave = np.array([edge.bit_length() - 1 for edge in histogram.edges[:-1]])
-    rows = (histogram.documents, histogram.tokens, histogram.attention_pairs)
-    first, last = octave[0], octave[-1]
-    sums = np.array([np.bincount(octave - first, weights=np.array(row, dtype=np.float64)) for row in rows])
-    percent = sums / sums.sum(axis=1, keepdims=True) * 100.0
-    merged = int(np.searchsorted(np.cumsum(percent[0]), 1.0, side="right"))
-    if merged > 1:
-        percent = np.hstack([percent[:, :merged].sum(axis=1, keepdims=True), percent[:, merged:]])
-        edges = [1 << int(first), *(1 << k for k in range(int(first) + merged, int(last) + 2))]
-    else:
-        edges = [1 << k for k in range(int(first), int(last) + 2)]
-    return edges, percent
-
-
-def _mark_context(axes: Axes, context_length: int, edges: Sequence[int]) -> None:
-    """Draw a line at the context length; bins are of equal width, so places are interpolated in the logarithm."""
-    place = float(np.interp(np.log2(context_length), np.log2(edges), np.arange(len(edges))))
-    axes.axvline(place, color=_GREY, linestyle="--", linewidth=1.2)
-    axes.annotate(
-        f"context {token_text(context_length)}",
-        (place, 0.99),
-        xycoords=("data", "axes fraction"),
-        xytext=(-5, 0),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=9,
-        color=_GREY,
-    )
 
 
 def plot_frontier(
@@ -263,7 +126,7 @@ def plot_frontier(
     """
     if not any(series.values()):
         raise ValueError("There are no points to draw: give at least one packer's (x, y, label).")
-    figure, row = _figure(width=7.6, height=4.8, columns=1, title=title)
+    figure, row = new_figure(width=7.6, height=4.8, columns=1, title=title)
     axes = row[0]
     colours = packer_colours(series)
     for index, (name, points) in enumerate(series.items()):
@@ -284,7 +147,7 @@ def plot_frontier(
     axes.legend(frameon=False, fontsize=10, loc="best")
     figure.draw_without_rendering()  # settles the layout, so that places on the page are known
     _place_labels(axes, series, colours)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 _Box = tuple[float, float, float, float]
@@ -367,13 +230,13 @@ def plot_packer_bars(
     for name, ratio in rows:
         if not 0 < ratio < float("inf"):
             raise ValueError(f"The time of {name!r} over perfect balance is {ratio}; it is a number above 0.")
-    figure, only = _figure(width=7.6, height=1.2 + 0.36 * len(rows), columns=1, title=title)
+    figure, only = new_figure(width=7.6, height=1.2 + 0.36 * len(rows), columns=1, title=title)
     axes = only[0]
     names = [name for name, _ in rows]
     colours = packer_colours(names)
     excess = [(ratio - 1.0) * 100.0 for _, ratio in rows]
     bars = axes.barh(range(len(rows)), excess, color=[colours[name] for name in names], height=0.68)
-    axes.bar_label(bars, [f" {ratio:.3f} x" for _, ratio in rows], fontsize=9, color=_INK, padding=2)
+    axes.bar_label(bars, [f" {ratio:.3f} x" for _, ratio in rows], fontsize=9, color=INK, padding=2)
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xlim(min([0.0, *excess]), max([5.0, *excess]) * 1.16)
@@ -381,38 +244,4 @@ def plot_packer_bars(
     axes.set_xlabel("longer than the same work in perfect balance")
     axes.grid(axis="x", color="#E4E4E4", linewidth=0.7)
     axes.tick_params(axis="y", length=0)
-    return _save(figure, path)
-
-
-def token_text(tokens: float) -> str:
-    """Write a number of tokens the short way.
-
-    Example:
-        >>> [token_text(tokens) for tokens in (512, 1024, 131072, 1500)]
-        ['512', '1K', '128K', '1,500']
-    """
-    whole = round(tokens)
-    for unit, name in ((2**20, "M"), (2**10, "K")):
-        if whole >= unit and whole % unit == 0:
-            return f"{whole // unit}{name}"
-    return f"{whole:,}"
-
-
-def _figure(width: float, height: float, columns: int, title: str) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12.5, fontweight="bold", color=_INK)
-    row = [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
-    for axes in row:
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color("#B0B0B0")
-        axes.tick_params(colors=_INK, labelsize=9.5)
-    return figure, row
-
-
-def _save(figure: Figure, path: str | Path) -> Path:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None})
-    return path
+    return save(figure, path)

@@ -1,0 +1,91 @@
+"""Timing what a device does, the same way for profiles and benchmarks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+#: Cycles a millisecond of waiting takes, at least: no GPU's clock is faster.
+_CYCLES_PER_MS = 2_000_000
+
+
+class Stopwatch:
+    """Takes the device's time between ``start`` and ``stop``, any number of times.
+
+    On a GPU these are events on the current stream. Each start first keeps the GPU busy for ``ahead_ms``, while the
+    host queues what is to be timed: the time to launch kernels is then hidden, as it is in training, where the host
+    runs ahead of the GPU. On other devices it is the host's clock.
+
+    Args:
+        device: The device that works.
+        ahead_ms: How long the host may queue ahead; 0 to time its launches too.
+
+    >>> watch = Stopwatch(torch.device("cpu"))
+    >>> watch.start(); watch.stop()
+    >>> len(watch.take()), watch.take()
+    (1, [])
+    """
+
+    def __init__(self, device: torch.device, ahead_ms: float = 5.0) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._cycles = int(ahead_ms * _CYCLES_PER_MS)
+        self._begun = 0.0
+        self._seconds: list[float] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self, meet: Callable[[], None] | None = None) -> None:
+        """Begin; ``meet`` is what makes processes begin together, queued right before."""
+        if self._on_gpu and self._cycles:
+            torch.cuda._sleep(self._cycles)
+        if meet is not None:
+            meet()
+        if self._on_gpu:
+            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            pair[0].record()
+            self._events.append(pair)
+        else:
+            self._begun = time.perf_counter()
+
+    def stop(self) -> None:
+        """End what the last ``start`` began."""
+        if self._on_gpu:
+            self._events[-1][1].record()
+        else:
+            self._seconds.append(time.perf_counter() - self._begun)
+
+    def take(self) -> list[float]:
+        """Seconds of every start and stop since the last call; waits for the GPU."""
+        if self._on_gpu and self._events:
+            torch.cuda.synchronize()
+            self._seconds = [begin.elapsed_time(end) / 1000 for begin, end in self._events]
+            self._events.clear()
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+
+def median_seconds(
+    run: Callable[[], object],
+    meet: Callable[[], None] | None = None,
+    *,
+    device: torch.device,
+    repeats: int = 7,
+    warmups: int = 2,
+) -> float:
+    """Median time of ``run`` on ``device``, after ``warmups`` that are not counted; ``meet`` as for ``Stopwatch``.
+
+    Raises:
+        ValueError: For fewer than one repeat.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}.")
+    watch = Stopwatch(device)
+    for _ in range(warmups):
+        run()
+    for _ in range(repeats):
+        watch.start(meet)
+        run()
+        watch.stop()
+    return statistics.median(watch.take())

@@ -1,0 +1,180 @@
+"""Dealing whole documents to ranks so that workload comes out even and tokens nearly so.
+
+Long documents bring more workload a token than short ones, so a rank with a long one has either more workload or fewer
+tokens than others. Dealing longest first therefore has a second form, and swaps between ranks mend what is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_wlb.sharding.types import SHARDED, FloatArray, IntArray
+
+_GAIN = 0.0005  # of the mean load; exchanges that bring less are not worth the search
+_PENALTY = 10.0
+_TRIES = 24
+_SHORT_SHARES = (0.2, 0.1, 0.3)  # of all tokens: what counts as short documents when they are to even tokens out
+_EVEN = 1.005  # heaviest rank over the mean that needs no further attempt
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Whole documents on ranks.
+
+    Attributes:
+        owner: Rank of every document, ``SHARDED`` for those that were not to be dealt, shape ``[documents]``.
+        load: Workload of every rank.
+        tokens: Tokens of every rank.
+    """
+
+    owner: IntArray
+    load: list[float]
+    tokens: list[int]
+
+    @property
+    def imbalance(self) -> float:
+        """Heaviest rank over the mean."""
+        mean = sum(self.load) / len(self.load)
+        return max(self.load) / mean if mean else 1.0
+
+    def within(self, least: float, most: float) -> bool:
+        """Whether every rank's tokens are in a range."""
+        return min(self.tokens) >= least and max(self.tokens) <= most
+
+
+def deal_evenly(costs: FloatArray, lengths: IntArray, cp_size: int, least: float, most: float) -> Dealt | None:
+    """All documents, whole, to ranks of ``least`` to ``most`` tokens, as even in workload as is found; None if none is.
+
+    >>> dealt = deal_evenly(np.array([9.0, 4.0, 4.0, 1.0]), np.array([3, 2, 2, 1]), cp_size=2, least=3, most=5)
+    >>> dealt.load, dealt.tokens
+    ([9.0, 9.0], [3, 5])
+    """
+    best: Dealt | None = None
+    for owner in _starts(costs, lengths, cp_size, most):
+        loads = np.bincount(owner, costs, cp_size).tolist()
+        tokens = np.bincount(owner, lengths, cp_size).astype(np.int64).tolist()
+        dealt = exchange_documents(Dealt(owner, loads, tokens), costs, lengths, least, most)
+        if dealt.within(least, most) and (best is None or dealt.imbalance < best.imbalance):
+            best = dealt
+        if best is not None and best.imbalance <= _EVEN:
+            break
+    return best
+
+
+def _starts(costs: FloatArray, lengths: IntArray, cp_size: int, most: float) -> Iterator[IntArray]:
+    order = np.argsort(-lengths, kind="stable")
+    dealt = longest_first(order.tolist(), costs.tolist(), lengths.tolist(), cp_size, most)
+    if dealt is not None:
+        yield dealt.owner
+    shorter = np.cumsum(lengths[order][::-1])[::-1]  # tokens of a document and all shorter ones
+    for share in _SHORT_SHARES:
+        long = min(max(int((shorter >= share * shorter[0]).sum()), 1), len(order) - 1)
+        if long < 1:
+            return
+        yield _workload_then_tokens(order, long, costs, lengths, cp_size)
+
+
+def _workload_then_tokens(order: IntArray, long: int, costs: FloatArray, lengths: IntArray, cp_size: int) -> IntArray:
+    """The first ``long`` documents by what they cost beyond short ones of as many tokens, the others by tokens.
+
+    If every rank ends with as many tokens, and the excess is even, so is the workload.
+    """
+    short = order[long:]
+    excess = (costs - costs[short].sum() / lengths[short].sum() * lengths).tolist()
+    owner = np.empty(len(order), dtype=np.int64)
+    load, tokens = [0.0] * cp_size, [0] * cp_size
+    for place, document in enumerate(order.tolist()):
+        by = load if place < long else tokens
+        rank = min(range(cp_size), key=by.__getitem__)
+        owner[document] = rank
+        load[rank] += excess[document]
+        tokens[rank] += int(lengths[document])
+    return owner
+
+
+def longest_first(
+    documents: Sequence[int], costs: Sequence[float], lengths: Sequence[int], cp_size: int, most: float
+) -> Dealt | None:
+    """Every document to the rank with least to do that has room; None if there is none with room.
+
+    Args:
+        documents: Which ones to deal, the longest first.
+        costs: Workload of every document of the micro-batch.
+        lengths: Tokens of every document of the micro-batch.
+        cp_size: Ranks.
+        most: Most tokens of a rank.
+
+    >>> longest_first([0, 1, 2, 3], [5.0, 4.0, 3.0, 3.0], [5, 4, 3, 3], cp_size=2, most=10).owner.tolist()
+    [0, 1, 1, 0]
+    """
+    owner = np.full(len(lengths), SHARDED, dtype=np.int64)
+    load, tokens = [0.0] * cp_size, [0] * cp_size
+    waiting = [(0.0, rank) for rank in range(cp_size)]
+    for document in documents:
+        length = lengths[document]
+        full = []
+        while waiting and tokens[waiting[0][1]] + length > most:
+            full.append(heapq.heappop(waiting))
+        if not waiting:
+            return None
+        rank = waiting[0][1]
+        owner[document] = rank
+        load[rank] += costs[document]
+        tokens[rank] += length
+        heapq.heapreplace(waiting, (load[rank], rank))
+        for entry in full:
+            heapq.heappush(waiting, entry)
+    return Dealt(owner, load, tokens)
+
+
+def exchange_documents(dealt: Dealt, costs: FloatArray, lengths: IntArray, least: float, most: float) -> Dealt:
+    """Moves and swaps documents between a rank that stands out and others, as long as the ranks come nearer together.
+
+    What is lowered is the sum over ranks of squared deviations: of workload from the mean, and of tokens from the
+    range ``least`` to ``most`` (times ``_PENALTY``, so that ranks get into the range and stay there).
+
+    >>> costs = np.array([5.0, 4.0, 3.0, 3.0, 3.0])  # longest first ends with 8 and 10
+    >>> start = Dealt(np.array([0, 1, 1, 0, 1]), [8.0, 10.0], [8, 10])
+    >>> exchange_documents(start, costs, costs.astype(np.int64), 8, 10).load
+    [9.0, 9.0]
+    """
+    owner = dealt.owner.copy()
+    load, tokens = np.array(dealt.load), np.array(dealt.tokens, dtype=np.float64)
+    cp_size, mean, even = len(load), load.mean(), tokens.mean()
+    # Besides documents, a move to each rank swaps with nothing.
+    partner_rank = np.concatenate([owner, np.arange(cp_size)])
+    partner_cost = np.concatenate([costs, np.zeros(cp_size)])
+    partner_length = np.concatenate([lengths, np.zeros(cp_size, dtype=np.int64)])
+
+    def deviation(loads: FloatArray, held: FloatArray) -> FloatArray:
+        outside = np.maximum(held - most, 0.0) + np.maximum(least - held, 0.0)
+        squares: FloatArray = (loads / mean - 1) ** 2 + _PENALTY * (outside / even) ** 2
+        return squares
+
+    for _ in range(_TRIES):
+        each = deviation(load, tokens)
+        worst = int(each.argmax())
+        mine = np.flatnonzero(owner == worst)
+        others = np.flatnonzero((partner_rank != worst) & (partner_rank != SHARDED))
+        rank = partner_rank[others]
+        shift = costs[mine][:, None] - partner_cost[others][None, :]
+        moved = lengths[mine][:, None] - partner_length[others][None, :]
+        change = deviation(load[worst] - shift, tokens[worst] - moved)
+        change += deviation(load[rank] + shift, tokens[rank] + moved)
+        change -= each[worst] + each[rank]
+        if not change.size or not change.min() < -(_GAIN**2):
+            break
+        row, column = divmod(int(change.argmin()), len(others))
+        document, partner, other = int(mine[row]), int(others[column]), int(rank[column])
+        load[worst] -= shift[row, column]
+        load[other] += shift[row, column]
+        tokens[worst] -= moved[row, column]
+        tokens[other] += moved[row, column]
+        owner[document] = partner_rank[document] = other
+        if partner < len(owner):
+            owner[partner] = partner_rank[partner] = worst
+    return Dealt(owner, load.tolist(), tokens.astype(np.int64).tolist())

@@ -1,0 +1,148 @@
+"""The evaluating half of ``WLBTrainer``: documents packed in their order, and a loss that is exact over all tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from hf_wlb.accounting import LogWindow, TokenMean
+from hf_wlb.attention import document_attention_enabled
+from hf_wlb.data import WLBDataLoader
+from hf_wlb.data.documents import IGNORE_INDEX
+from hf_wlb.packing import PackingConfig
+from hf_wlb.parallel import ParallelMesh
+from hf_wlb.sharding import ShardPlan, unshard_order
+from hf_wlb.workload import WorkloadModel
+
+
+class PlannedEvaluation(Trainer):
+    """``Trainer`` that loads and evaluates packed and sharded documents; ``WLBTrainer`` sets the attributes."""
+
+    mesh: ParallelMesh
+    packing: PackingConfig
+    workload: WorkloadModel
+    data_collator: Any
+    gather_function: Callable[..., Any]
+    _window: LogWindow
+    _num_items: int
+
+    @property
+    def _causal_lm(self) -> PreTrainedModel:
+        model: Any = self.accelerator.unwrap_model(self.model)
+        return cast(PreTrainedModel, model.get_base_model() if hasattr(model, "get_base_model") else model)
+
+    def _loader(self, dataset: Any, config: PackingConfig, shuffle: bool) -> WLBDataLoader:
+        args = self.args
+        loader = WLBDataLoader(
+            dataset,
+            config,
+            self.workload,
+            collator=self.data_collator,
+            dp_rank=self.mesh.dp_rank,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=shuffle,
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+        )
+        self._check_positions(loader)
+        return loader
+
+    def _check_positions(self, loader: WLBDataLoader) -> None:
+        """Refuses documents that the model has no positions for now, not when their step comes."""
+        positions = getattr(self._causal_lm.config.get_text_config(), "max_position_embeddings", None)
+        lengths = loader.sampler.lengths
+        if positions is None or not len(lengths):
+            return
+        longest = min(int(lengths.max()), loader.config.longest_document or loader.config.capacity)
+        if longest > positions:
+            raise ValueError(
+                f"a document of {longest:,} tokens would be trained whole, but the model has positions for "
+                f"{positions:,} (max_position_embeddings). Set max_document_tokens={positions} to have longer "
+                "documents split, or extend the model's positions."
+            )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> WLBDataLoader:  # type: ignore[override]
+        """Documents in their order, packed without looking at workloads, shared out over the ranks."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = cast(dict[str, Any], self.eval_dataset)[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"evaluation needs documents with a length, one a row, got {type(dataset).__name__}; take some of the "
+                "stream into a list or a datasets.Dataset"
+            )
+        config = PackingConfig(
+            context_length=self.packing.longest_document or self.packing.capacity,
+            micro_batches_per_replica=1,
+            dp_size=self.mesh.dp_size,
+            packer="next-fit",
+            oversize=self.packing.oversize,
+            empty=self.packing.empty,
+        )
+        return self._loader(dataset, config, shuffle=False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> WLBDataLoader:  # type: ignore[override]
+        """See ``get_eval_dataloader``."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Trainer's loop; the loss is the mean over all tokens instead of a mean of means."""
+        self._token_mean, start = TokenMean(), time.perf_counter()
+        if self.mesh.cp_size > 1:
+            self.gather_function = self._gather_from_replicas
+        with document_attention_enabled(self._causal_lm):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        assert output.metrics is not None
+        output.metrics[f"{metric_key_prefix}_loss"] = self._token_mean.value()
+        self._window.leave_out(time.perf_counter() - start)
+        return output
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Also adds the micro-batches of all ranks to the evaluation's mean, and puts shards together again."""
+        loss, logits, labels = cast(
+            tuple[torch.Tensor | None, Any, Any],
+            super().prediction_step(model, inputs, prediction_loss_only, ignore_keys),
+        )
+        if loss is not None:
+            # compute_loss gives (sum on this rank / tokens on all) * ranks: the mean over ranks is exact.
+            self._token_mean.add(self.accelerator.reduce(loss.detach().clone(), "mean"), self._num_items)
+        if "wlb_info" in inputs and not prediction_loss_only:
+            plan: ShardPlan = inputs["wlb_info"].plan
+            if not isinstance(logits, torch.Tensor):
+                raise ValueError(
+                    f"the model gives {len(logits)} outputs besides the loss, and only its logits can be put together "
+                    "from several context-parallel ranks. Name the others in ignore_keys, or set "
+                    "prediction_loss_only=True."
+                )
+            logits, shifted = self._in_document_order(plan, logits), self._in_document_order(plan, labels)
+            labels = pad(shifted[:, :-1], (1, 0), value=IGNORE_INDEX)  # as of whole micro-batches: not shifted
+        return loss, logits, labels
+
+    def _in_document_order(self, plan: ShardPlan, shard: torch.Tensor) -> torch.Tensor:
+        """[1, tokens of the shard, ...] of every rank to [1, tokens of the micro-batch, ...]."""
+        shards = self.mesh.gather_shards(shard[0], cast(Sequence[int], plan.tokens.tolist()))
+        return shards[torch.from_numpy(unshard_order(plan)).to(shards.device)][None]
+
+    def _gather_from_replicas(self, rows: Any) -> Any:
+        """One row per replica: all of its ranks have the same."""
+        return self.accelerator.gather_for_metrics(rows)[:: self.mesh.cp_size]

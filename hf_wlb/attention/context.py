@@ -38,10 +38,10 @@ class KeyValueExchange(Protocol):
         """How many there are."""
 
     def gather(self, part: torch.Tensor) -> Pending:
-        """Start gathering ``part`` [tokens, width], the same shape everywhere, to [size * tokens, width] by rank."""
+        """Start gathering ``part`` [tokens, ...], the same shape everywhere, to [size * tokens, ...], rank by rank."""
 
     def reduce_scatter(self, parts: torch.Tensor) -> Pending:
-        """Start adding up ``parts`` [size * tokens, width] over the ranks; each gets its own [tokens, width].
+        """Start adding up ``parts`` [size * tokens, ...] over the ranks; each gets its own [tokens, ...].
 
         Half precision is added up in float32 and rounded once.
         """
@@ -68,7 +68,8 @@ class ShardTensors:
         local: Local documents over the shard's own keys; their tokens come first.
         chunks: Head chunks, then tail chunks, over the keys that ``order`` picks.
         order: int64 [keys of chunks], place of each in the gathered buffer.
-        head_keys: How many of these are for head chunks.
+        inverse: int64 [cp_size * padded], which of these keys each place in the gathered buffer is, or their number.
+        overlaps: Where head and tail chunks read the same keys, (first for heads, first for tails, how many).
         local_tokens: Tokens of local documents.
         exchanged_tokens: Tokens of chunks.
         padded: Tokens that every rank sends in an exchange.
@@ -81,7 +82,8 @@ class ShardTensors:
     local: Segments
     chunks: Segments
     order: torch.Tensor
-    head_keys: int
+    inverse: torch.Tensor
+    overlaps: tuple[tuple[int, int, int], ...]
     local_tokens: int
     exchanged_tokens: int
     padded: int
@@ -97,7 +99,8 @@ class ShardTensors:
             local=_segments(layout.local),
             chunks=_segments(layout.chunks),
             order=torch.from_numpy(layout.order),
-            head_keys=layout.head_keys,
+            inverse=torch.from_numpy(layout.inverse),
+            overlaps=tuple((head, tail, count) for head, tail, count in layout.overlaps.tolist()),
             local_tokens=layout.local_tokens,
             exchanged_tokens=layout.exchanged_tokens,
             padded=layout.padded,
@@ -111,7 +114,7 @@ class ShardTensors:
         """All documents on this rank, from their bounds (int32 [documents + 1])."""
         local = Segments(cu_seq_lens, cu_seq_lens, max_length, max_length)
         nothing = Segments(cu_seq_lens[:1], cu_seq_lens[:1], 0, 0)
-        return cls(0, 1, local, nothing, cu_seq_lens[:0].long(), 0, tokens, 0, 0, 0)
+        return cls(0, 1, local, nothing, *(cu_seq_lens[:0].long(),) * 2, (), tokens, 0, 0, 0)
 
     @property
     def tokens(self) -> int:
@@ -128,7 +131,8 @@ class ShardTensors:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardTensors:
         local, chunks = (replace(part, q=change(part.q), k=change(part.k)) for part in (self.local, self.chunks))
-        return replace(self, local=local, chunks=chunks, order=change(self.order))
+        order, inverse = change(self.order), change(self.inverse)
+        return replace(self, local=local, chunks=chunks, order=order, inverse=inverse)
 
 
 def _segments(rows: Rows) -> Segments:

@@ -72,6 +72,8 @@ def attend(
 #: the exchange and hold less memory, but make kernel calls too short to fill a GPU.
 GROUP_BYTES = 192 * 2**20
 MOST_GROUPS = 8
+#: Documents whose overlapping gradients are added up one by one; more are, all at once, by index.
+MOST_SLICES = 16
 
 _fastest = cache(choose_kernel)  # asked in every layer
 
@@ -127,6 +129,7 @@ class _Group:
 
 
 _KeyValue = tuple[torch.Tensor, torch.Tensor]
+_PendingPair = tuple[Pending, Pending]
 
 
 class _Call:
@@ -169,43 +172,56 @@ class _Call:
 
     # ---- the exchange ----
 
-    def gather(self, k: torch.Tensor, v: torch.Tensor, group: _Group) -> Pending:
+    def gather(self, k: torch.Tensor, v: torch.Tensor, group: _Group) -> _PendingPair:
         """Start gathering a group's keys and values; padding is left as it is, because ``order`` skips it."""
-        k, v = k[self.chunks.tokens, group.kv_heads], v[self.chunks.tokens, group.kv_heads]
-        width = k.shape[1] * k.shape[2]
-        part = k.new_empty(self.shard.padded, width + v.shape[1] * v.shape[2])
-        part[: k.shape[0], :width] = k.flatten(1)
-        part[: v.shape[0], width:] = v.flatten(1)
-        return self.exchange.gather(part)
+        return self._gather(k[self.chunks.tokens, group.kv_heads]), self._gather(v[self.chunks.tokens, group.kv_heads])
 
-    def pick(self, gathered: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _Group) -> _KeyValue:
+    def _gather(self, own: torch.Tensor) -> Pending:
+        if own.shape[0] < self.shard.padded or not own.is_contiguous():
+            part = own.new_empty(self.shard.padded, *own.shape[1:])
+            part[: own.shape[0]] = own
+            own = part
+        return self.exchange.gather(own)
+
+    def pick(self, gathered: _PendingPair) -> _KeyValue:
         """Keys and values that this rank's chunks read, every chunk's in one piece."""
-        kv_heads = group.kv_heads.stop - group.kv_heads.start
-        width = kv_heads * k.shape[2]
-        keys = gathered[:, :width].index_select(0, self.shard.order).view(-1, kv_heads, k.shape[2])
-        values = gathered[:, width:].index_select(0, self.shard.order).view(-1, kv_heads, v.shape[2])
+        keys, values = (pending.wait().index_select(0, self.shard.order) for pending in gathered)
         return keys, values
 
-    def reduce(self, dk: torch.Tensor, dv: torch.Tensor) -> Pending:
-        """Start adding a group's gradients up over the ranks; keys that this rank did not read get 0 from it."""
-        width = dk.shape[1] * dk.shape[2]
-        rows = self.exchange.size * self.shard.padded
-        parts = dk.new_zeros(rows, width + dv.shape[1] * dv.shape[2])
-        head, tail = self.shard.order.tensor_split([self.shard.head_keys])
-        for columns, gradient in ((parts[:, :width], dk.flatten(1)), (parts[:, width:], dv.flatten(1))):
-            of_heads, of_tails = gradient.tensor_split([self.shard.head_keys])
-            columns.index_copy_(0, tail, of_tails)
-            # A key is read by one head chunk at most, so this needs no atomic addition and is the same every time.
-            columns.index_copy_(0, head, columns.index_select(0, head).add_(of_heads))
-        return self.exchange.reduce_scatter(parts)
+    def reduce(self, gradients: _KeyValue) -> _PendingPair:
+        """Start adding a group's gradients up over the ranks.
 
-    def receive(self, group: _Group, reduction: Pending, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        Args:
+            gradients: Of the keys and values that were picked, with one row more.
+        """
+        return self._reduce(gradients[0]), self._reduce(gradients[1])
+
+    def _reduce(self, gradient: torch.Tensor) -> Pending:
+        overlaps = self.shard.overlaps
+        if len(overlaps) <= MOST_SLICES:
+            for head, tail, count in overlaps:
+                gradient[tail : tail + count] += gradient[head : head + count]
+        else:
+            heads, tails = self._overlapping(gradient.device)
+            gradient.index_copy_(0, tails, gradient.index_select(0, tails).add_(gradient.index_select(0, heads)))
+        gradient[-1] = 0  # for keys that this rank did not read, and for padding
+        return self.exchange.reduce_scatter(gradient.index_select(0, self.shard.inverse))
+
+    def _overlapping(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """All pairs of rows that ``overlaps`` tells of."""
+        first = torch.tensor(self.shard.overlaps, device=device)
+        heads, tails, counts = first.unbind(1)
+        within = torch.arange(int(sum(count for *_, count in self.shard.overlaps)), device=device)
+        within -= (counts.cumsum(0) - counts).repeat_interleave(counts, output_size=len(within))
+        return (
+            heads.repeat_interleave(counts, output_size=len(within)) + within,
+            tails.repeat_interleave(counts, output_size=len(within)) + within,
+        )
+
+    def receive(self, group: _Group, reduction: _PendingPair, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Put the sums of a group's gradients where they belong; what lies behind this rank's tokens is padding."""
-        reduced = reduction.wait()[: self.shard.exchanged_tokens]
-        dk, dv = dk[self.chunks.tokens, group.kv_heads], dv[self.chunks.tokens, group.kv_heads]
-        width = dk.shape[1] * dk.shape[2]
-        dk.copy_(reduced[:, :width].view(dk.shape))
-        dv.copy_(reduced[:, width:].view(dv.shape))
+        for pending, gradient in zip(reduction, (dk, dv), strict=True):
+            gradient[self.chunks.tokens, group.kv_heads] = pending.wait()[: self.shard.exchanged_tokens]
 
     # ---- the kernel ----
 
@@ -260,7 +276,7 @@ class _ShardAttention(torch.autograd.Function):
         for number, group in enumerate(groups):
             assert pending is not None
             ahead = call.gather(k, v, groups[number + 1]) if number + 1 < len(groups) else None
-            kv = call.pick(pending.wait(), k, v, group)
+            kv = call.pick(pending)
             pending = ahead
             if call.shard.exchanged_tokens:
                 call.forward(call.chunks, group.heads, q, kv, out, lse)
@@ -285,27 +301,31 @@ class _ShardAttention(torch.autograd.Function):
         pending = call.gather(k, v, groups[0]) if groups and not kept else None
         if not kept:  # hides the first gather
             _backward_local(call, saved, k, v, dq, dk, dv)
-        reduction: Pending | None = None  # of the group before
+        reduction: _PendingPair | None = None  # of the group before
         for number, group in enumerate(groups):
             if kept:
                 kv = (kept[2 * number], kept[2 * number + 1])
             else:
                 assert pending is not None
                 ahead = call.gather(k, v, groups[number + 1]) if number + 1 < len(groups) else None
-                kv = call.pick(pending.wait(), k, v, group)
+                kv = call.pick(pending)
                 pending = ahead
-            dkv = (torch.empty_like(kv[0]), torch.empty_like(kv[1]))
+            dkv = _one_row_more(kv[0]), _one_row_more(kv[1])
             if call.shard.exchanged_tokens:
-                call.backward(call.chunks, group.heads, saved, kv, dq, dkv)
+                call.backward(call.chunks, group.heads, saved, kv, dq, (dkv[0][:-1], dkv[1][:-1]))
             if reduction is not None:
                 call.receive(groups[number - 1], reduction, dk, dv)
-            reduction = call.reduce(*dkv)
+            reduction = call.reduce(dkv)
         if kept:  # hides the last reduction
             _backward_local(call, saved, k, v, dq, dk, dv)
         if reduction is not None:
             call.receive(groups[-1], reduction, dk, dv)
         dsinks = None if sinks is None else _backward_sinks(dout, out, lse, sinks)
         return dq, dk, dv, dsinks, None
+
+
+def _one_row_more(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(like.shape[0] + 1, *like.shape[1:])
 
 
 def _backward_local(

@@ -35,8 +35,7 @@ class _Sum:
 
     def wait(self) -> torch.Tensor:
         received = self.parts.wait()
-        exact = torch.promote_types(received.dtype, torch.float32)
-        return received.view(self.size, -1, *received.shape[1:]).sum(0, dtype=exact).to(received.dtype)
+        return received.view(self.size, -1, *received.shape[1:]).sum(0)  # half precision: in float32, rounded once
 
 
 class ProcessGroupExchange:
@@ -65,13 +64,13 @@ class ProcessGroupExchange:
         self._agreed = False
 
     def gather(self, part: torch.Tensor) -> _Started:
-        """Start an all-gather of ``part`` [tokens, width] to [size * tokens, width]."""
+        """Start an all-gather of ``part`` [tokens, ...] to [size * tokens, ...]."""
         result = part.new_empty(self.size * part.shape[0], *part.shape[1:])
         work = _all_gather(result, part, group=self.group, async_op=True)
         return _Started(work, result, part)
 
     def reduce_scatter(self, parts: torch.Tensor) -> _Sum:
-        """Start adding up ``parts`` [size * tokens, width] over the ranks; each gets its own [tokens, width].
+        """Start adding up ``parts`` [size * tokens, ...] over the ranks; each gets its own [tokens, ...].
 
         Every rank is sent what is for it and adds up itself, in float32: NCCL's reduce-scatter moves as many bytes but
         rounds to bfloat16 at every hop, which made gradients of keys and values 1.5 times less exact.

@@ -53,7 +53,10 @@ class ShardLayout:
         local: Rows of local documents over the shard's own keys.
         chunks: Rows of head chunks, then of tail chunks, over the keys that ``order`` picks.
         order: int64 ``[keys of chunks]``, place of each in the gathered buffer.
-        head_keys: How many of these are for head chunks.
+        inverse: int64 ``[cp_size * padded]``, for every place in the gathered buffer which of these keys it is (that of
+            a tail chunk, if head and tail chunks read it), or their number where no chunk of this rank reads it.
+        overlaps: int64 ``[documents, 3]``, where head and tail chunks read the same keys: first of them for the head
+            chunk and for the tail chunk, in the order of ``order``, and how many.
         padded: Tokens that every rank sends.
         gathered: Tokens of all sharded documents.
     """
@@ -65,7 +68,8 @@ class ShardLayout:
     local: Rows
     chunks: Rows
     order: IntArray
-    head_keys: int
+    inverse: IntArray
+    overlaps: IntArray
     padded: int
     gathered: int
 
@@ -103,31 +107,42 @@ def shard_layout(plan: ShardPlan, rank: int) -> ShardLayout:
     tokens = [_ranges(starts[own], plan.lengths[own])]
     positions = [_ranges(np.zeros_like(own), plan.lengths[own])]
     sharded = plan.sharded
-    queries, keys, picked = [], [], []
     padded = int(plan.exchanged_tokens.max(initial=0))
-    order = _gathered_order(plan, padded)
+    place = _gathered_places(plan, padded)
+    gathered_starts = np.cumsum(plan.lengths[sharded]) - plan.lengths[sharded]
+    queries, keys, picked = [], [], []
     for chunk in (rank, 2 * plan.cp_size - 1 - rank):
         first, stop = plan.edges[:, chunk], plan.edges[:, chunk + 1]
-        held = np.flatnonzero(stop > first)
-        first, stop = first[held], stop[held]
-        tokens.append(_ranges(starts[sharded[held]] + first, stop - first))
+        read = np.where(stop > first, stop, 0)
+        tokens.append(_ranges(starts[sharded] + first, stop - first))
         positions.append(_ranges(first, stop - first))
         queries.append(stop - first)
-        keys.append(stop)
-        gathered_starts = np.cumsum(plan.lengths[sharded]) - plan.lengths[sharded]
-        picked.append(order[_ranges(gathered_starts[held], stop)])
+        keys.append(read)
+        picked.append(place[_ranges(gathered_starts, read)])
+    order = np.concatenate(picked)
+    inverse = np.full(plan.cp_size * padded, len(order), dtype=np.int64)
+    inverse[order] = np.arange(len(order))  # the later one stays where two are for one place
     return ShardLayout(
         rank=rank,
         cp_size=plan.cp_size,
         tokens=np.concatenate(tokens),
         position_ids=np.concatenate(positions),
         local=Rows.of(plan.lengths[own], plan.lengths[own]),
-        chunks=Rows.of(np.concatenate(queries), np.concatenate(keys)),
-        order=np.concatenate(picked),
-        head_keys=len(picked[0]),
+        chunks=Rows.of(*(np.concatenate(counts)[np.concatenate(queries) > 0] for counts in (queries, keys))),
+        order=order,
+        inverse=inverse,
+        overlaps=_overlaps(*keys),
         padded=padded,
-        gathered=len(order),
+        gathered=len(place),
     )
+
+
+def _overlaps(head_keys: IntArray, tail_keys: IntArray) -> IntArray:
+    """See ``ShardLayout``; a document's head chunk lies before its tail chunk, so its keys are among that one's."""
+    both = (head_keys > 0) & (tail_keys > 0)
+    heads = np.cumsum(head_keys) - head_keys
+    tails = head_keys.sum() + np.cumsum(tail_keys) - tail_keys
+    return np.stack([heads, tails, head_keys], axis=1)[both]
 
 
 def unshard_order(plan: ShardPlan) -> IntArray:
@@ -164,7 +179,7 @@ def shift_labels(labels: NDArray[Any], lengths: IntArray) -> IntArray:
     return shifted
 
 
-def _gathered_order(plan: ShardPlan, padded: int) -> IntArray:
+def _gathered_places(plan: ShardPlan, padded: int) -> IntArray:
     """Place in the gathered buffer of every token of sharded documents, in document order."""
     lengths = plan.lengths[plan.sharded]
     starts = np.cumsum(lengths) - lengths

@@ -155,7 +155,7 @@ def test_much_to_gather_is_gathered_in_groups(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("hf_wlb.attention.function.GROUP_BYTES", limit)
         counts.clear()
         assert worst(sharded(inputs, plan, OPTIONS, listen), expected(inputs, [64])) <= ATTENTION_FLOAT32
-        assert [len(sizes) for sizes in counts] == [2 * groups, 2 * groups]  # forward and backward
+        assert [len(sizes) for sizes in counts] == [4 * groups, 4 * groups]  # keys and values, forward and backward
 
 
 EXTREMES = {
@@ -168,7 +168,9 @@ EXTREMES = {
 
 
 @pytest.mark.parametrize("name", EXTREMES)
-def test_any_plan_is_exact(name: str) -> None:
+@pytest.mark.parametrize("slices", [0, 16])
+def test_any_plan_is_exact(name: str, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_wlb.attention.function.MOST_SLICES", slices)
     plan = EXTREMES[name]
     inputs = Inputs.random(int(plan.lengths.sum()))
     for regather in (True, False):
@@ -223,7 +225,8 @@ def _wrong_segment(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensor
 
 
 def _swapped_halves(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensors:
-    head, tail = shard.order.tensor_split([shard.head_keys])
+    middle = int(shard.chunks.k[len(shard.chunks.k) // 2])  # where the keys of tail chunks begin
+    head, tail = shard.order.tensor_split([middle])
     return dataclasses.replace(shard, order=torch.cat([tail[: len(head)], head, tail[len(head) :]]))
 
 
@@ -237,7 +240,7 @@ def _documents_joined(shard: ShardTensors, exchange: ThreadExchange) -> ShardTen
 
 
 def _head_gradients_lost(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensors:
-    return dataclasses.replace(shard, head_keys=0)
+    return dataclasses.replace(shard, overlaps=())
 
 
 FAULTS = [

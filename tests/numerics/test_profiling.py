@@ -150,4 +150,5 @@ def test_collectives_are_the_same_samples_on_all_ranks_and_price_an_exchange() -
     ]
     documents = [{"q_len": 4, "kv_len": 4, "forward_seconds": 1e-3, "backward_seconds": 2e-3}]
     model = ProfiledWorkload.from_dict(assemble_profile(SHAPE, "reference", CPU, documents, collectives=first))
-    assert model.exchange(100, 2) == pytest.approx(first[-1]["seconds"])
+    slowest = max(sample["seconds"] for sample in first[-2:])  # one that took less than a smaller one is lifted to it
+    assert model.exchange(100, 2) == pytest.approx(slowest)

@@ -28,7 +28,7 @@ class FusedKernel(AttentionKernel):
         return self._missing_library()
 
     def refusal(self, request: KernelRequest) -> str | None:
-        """What no fused kernel can, then what this one cannot; imports nothing."""
+        """What no fused kernel can, then what this one cannot."""
         sizes = (request.head_size, request.value_head_size)
         if request.device_type != "cuda":
             return f"runs on CUDA devices only, not on {request.device_type}"

@@ -113,12 +113,27 @@ def check_layout(plan: ShardPlan, layout: ShardLayout) -> None:
     heads, tails = (
         [token for document, _, stop in part for token in document[:stop]] for part in chunks_of(plan, layout.rank)
     )
-    assert layout.order.dtype == np.int64 and layout.head_keys == len(heads)
+    assert layout.order.dtype == layout.inverse.dtype == np.int64
     picked = [gathered[place] for place in layout.order.tolist()]
     assert picked == heads + tails
     check_rows(layout.chunks, tokens[len(local) :], picked, documents)
-    for places in (layout.order[: layout.head_keys], layout.order[layout.head_keys :]):
-        assert len(set(places.tolist())) == len(places), "a key is read by one head and one tail chunk at most"
+    check_gradients(layout, heads, tails)
+
+
+def check_gradients(layout: ShardLayout, heads: list[int], tails: list[int]) -> None:
+    """Adding up what overlaps and looking places up by ``inverse`` gives every key the gradients of all its readers."""
+    assert len(set(heads)) == len(heads) and len(set(tails)) == len(tails), "one head and one tail chunk at most"
+    read = [*heads, *tails]
+    gradient = np.array([*(2.0**-place for place in range(len(read))), 0.0]) if len(read) < 50 else None
+    if gradient is None:
+        gradient = np.array([*np.random.default_rng(0).integers(1, 2**40, len(read)), 0.0])
+    expected = np.zeros(len(layout.inverse))
+    np.add.at(expected, layout.order, gradient[:-1])
+    for head, tail, count in layout.overlaps.tolist():
+        assert read[head : head + count] == read[tail : tail + count] and head + count <= len(heads) <= tail
+        gradient[tail : tail + count] += gradient[head : head + count]
+    assert len(layout.inverse) == layout.cp_size * layout.padded
+    assert np.array_equal(gradient[layout.inverse], expected)
 
 
 def check_rows(rows: Rows, queries: list[int], keys: list[int], documents: list[list[int]]) -> None:

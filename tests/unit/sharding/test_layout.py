@@ -34,7 +34,7 @@ def test_two_documents_by_hand() -> None:
     assert (first.chunks.queries.tolist(), first.chunks.keys.tolist()) == ([0, 3, 5, 8, 10], [0, 3, 5, 17, 25])
     assert (second.chunks.queries.tolist(), second.chunks.keys.tolist()) == ([0, 3, 5, 8, 10], [0, 6, 10, 19, 25])
     assert (first.chunks.longest_query, first.chunks.longest_keys, second.chunks.longest_keys) == (3, 12, 9)
-    assert (first.head_keys, second.head_keys) == (5, 10)
+    assert first.overlaps.tolist() == [[0, 5, 3], [3, 17, 2]] and second.overlaps.tolist() == [[0, 10, 6], [6, 19, 4]]
     # Every rank sends heads, then tails: rank 1's token 3 lies at place 10 of what is gathered.
     assert (first.padded, first.local_tokens, first.exchanged_tokens, first.gathered) == (10, 0, 10, 20)
     heads, tails = [0, 1, 2, 3, 4], [0, 1, 2, 10, 11, 12, 15, 16, 17, 5, 6, 7, 3, 4, 13, 14, 18, 19, 8, 9]
@@ -57,8 +57,10 @@ def test_local_and_sharded_documents_by_hand() -> None:
     assert (first.exchanged_tokens, second.exchanged_tokens) == (3, 2)
     # Rank 1 sends 2 tokens and 1 of padding, which nobody reads.
     assert first.padded == second.padded == 3 and first.gathered == second.gathered == 5
-    assert (first.order.tolist(), first.head_keys) == ([0, 0, 3, 4, 1, 2], 1)
-    assert (second.order.tolist(), second.head_keys) == ([0, 3, 4], 3)
+    assert (first.order.tolist(), first.overlaps.tolist()) == ([0, 0, 3, 4, 1, 2], [[0, 1, 1]])
+    assert (second.order.tolist(), second.overlaps.tolist()) == ([0, 3, 4], [])
+    # Place 0 is read by a head and a tail chunk of rank 0; what no chunk of a rank reads points past its keys.
+    assert (first.inverse.tolist(), second.inverse.tolist()) == ([1, 4, 5, 2, 3, 6], [0, 3, 3, 1, 2, 3])
     assert plan.tokens.tolist() == [5, 5] and plan.token_skew == 0.0
 
 
@@ -68,7 +70,7 @@ def test_a_rank_with_only_local_documents_sends_padding_and_reads_nothing() -> N
     assert layout.tokens.tolist() == [0, 1, 2, 3] and (layout.local_tokens, layout.exchanged_tokens) == (4, 0)
     assert (layout.padded, layout.gathered) == (3, 6)  # it takes part in the exchange all the same
     assert layout.chunks.queries.tolist() == layout.chunks.keys.tolist() == [0]
-    assert layout.chunks.longest_query == layout.chunks.longest_keys == layout.head_keys == 0
+    assert layout.chunks.longest_query == layout.chunks.longest_keys == 0
     assert layout.order.tolist() == []
     check_plan(plan)
 
@@ -76,7 +78,7 @@ def test_a_rank_with_only_local_documents_sends_padding_and_reads_nothing() -> N
 def test_only_local_documents_need_no_exchange() -> None:
     plan = ShardPlan(np.array([4, 6]), 2, np.array([1, 0]), np.zeros((0, 5), dtype=np.int64), "example")
     layout = shard_layout(plan, 0)
-    assert layout.padded == layout.gathered == layout.head_keys == 0
+    assert layout.padded == layout.gathered == 0
     assert layout.order.tolist() == [] and layout.chunks.queries.tolist() == [0]
     check_plan(plan)
 
@@ -160,7 +162,10 @@ def test_labels_of_another_micro_batch_get_a_sentence(labels) -> None:
         lambda a, b: replace(a, order=np.concatenate([a.order[5:], a.order[:5]])),  # tails before heads
         lambda a, b: replace(a, order=np.concatenate([a.order[:4], a.order[3:4], a.order[5:]])),  # one key twice
         lambda a, b: replace(a, order=np.sort(a.order)),  # ranks instead of documents one after the other
-        lambda a, b: replace(a, head_keys=a.head_keys + 1),
+        lambda a, b: replace(a, overlaps=a.overlaps[:1]),
+        lambda a, b: replace(a, overlaps=np.flip(a.overlaps, 1)),
+        lambda a, b: replace(a, inverse=np.roll(a.inverse, 1)),
+        lambda a, b: replace(a, inverse=np.where(a.inverse == 5, 0, a.inverse)),  # a head chunk's key
         lambda a, b: replace(a, padded=a.padded + 1),
         lambda a, b: replace(a, gathered=a.gathered - 1),
         lambda a, b: replace(a, local=Rows.of(np.array([10]), np.array([10]))),

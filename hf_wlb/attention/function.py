@@ -68,9 +68,11 @@ def attend(
     return output
 
 
-#: Gathered keys and values of a group of KV heads where the number of groups is not given. Smaller groups hide more of
-#: the exchange and hold less memory, but make kernel calls too short to fill a GPU.
+#: Where the number of groups of KV heads is not given: gathered bytes of a group, fewest queries times heads of its
+#: kernel call, and most groups. Smaller groups hide more of the exchange and hold less memory, but their calls fill the
+#: processors of a GPU fewer times over, and the last time only in part.
 GROUP_BYTES = 192 * 2**20
+GROUP_QUERIES = 2**17
 MOST_GROUPS = 8
 #: Documents whose overlapping gradients are added up one by one; more are, all at once, by index.
 MOST_SLICES = 16
@@ -155,8 +157,10 @@ class _Call:
             return []
         heads, kv_heads = q.shape[1], k.shape[1]
         width = (k.shape[2] + v.shape[2]) * kv_heads * k.element_size()
-        gathered = self.shard.padded * self.exchange.size * width
-        count = self.context.kv_head_groups or min(math.ceil(gathered / GROUP_BYTES), MOST_GROUPS)
+        count = self.context.kv_head_groups
+        if count is None:
+            by_bytes = math.ceil(self.shard.padded * self.exchange.size * width / GROUP_BYTES)
+            count = max(1, min(by_bytes, self.shard.padded * heads // GROUP_QUERIES, MOST_GROUPS))
         count = min(count, kv_heads)
         bounds = [kv_heads * number // count for number in range(count + 1)]
         shared = heads // kv_heads
@@ -267,17 +271,15 @@ class _ShardAttention(torch.autograd.Function):
         lse_type = torch.promote_types(q.dtype, torch.float32)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=lse_type)
         groups = call.groups(q, k, v)
-        pending = call.gather(k, v, groups[0]) if groups else None
+        # All before anything else: begun later, they would wait for the rank with most local documents.
+        gathers = [call.gather(k, v, group) for group in groups]
         if call.local is not None:  # hides the first gather
             tokens = call.local.tokens
             call.forward(call.local, slice(None), q, (k[tokens], v[tokens]), out, lse)
         keep = not call.context.regather and any(ctx.needs_input_grad)
         kept: list[torch.Tensor] = []
-        for number, group in enumerate(groups):
-            assert pending is not None
-            ahead = call.gather(k, v, groups[number + 1]) if number + 1 < len(groups) else None
-            kv = call.pick(pending)
-            pending = ahead
+        for group in groups:
+            kv = call.pick(gathers.pop(0))
             if call.shard.exchanged_tokens:
                 call.forward(call.chunks, group.heads, q, kv, out, lse)
             if keep:

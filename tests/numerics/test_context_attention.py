@@ -151,6 +151,7 @@ def test_much_to_gather_is_gathered_in_groups(monkeypatch: pytest.MonkeyPatch) -
         counts.append(sizes)
         return shard
 
+    monkeypatch.setattr("hf_wlb.attention.function.GROUP_QUERIES", 1)
     for limit, groups in ((gathered, 1), (gathered - 1, 2), (gathered // 3, 4), (1, 4)):
         monkeypatch.setattr("hf_wlb.attention.function.GROUP_BYTES", limit)
         counts.clear()

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hf_wlb.sharding import SHARDED, Rows, Sharder, ShardingConfig, ShardLayout, ShardPlan, shard_layout
-from hf_wlb.sharding.cost import HIDDEN
+from hf_wlb.sharding.cost import HIDDEN, WAITING
 from hf_wlb.workload import AnalyticWorkload, WorkloadModel
 
 WORKLOAD = AnalyticWorkload.from_crossover(1000)
@@ -167,7 +167,7 @@ def deal_by_hand(lengths: Sequence[int], cp_size: int) -> list[list[int]]:
 def predict_by_hand(plan: ShardPlan, workload: WorkloadModel) -> list[float]:
     """Workload of every rank from the rows of its attention calls, one row at a time."""
     layouts = [shard_layout(plan, rank) for rank in range(plan.cp_size)]
-    loads = []
+    loads, chunks = [], []
     for layout in layouts:
         priced = []
         for rows in (layout.local, layout.chunks):
@@ -176,4 +176,5 @@ def predict_by_hand(plan: ShardPlan, workload: WorkloadModel) -> list[float]:
         exchange = workload.exchange(plan.cp_size * max(other.exchanged_tokens for other in layouts), plan.cp_size)
         hidden = min(priced[0], HIDDEN * exchange)  # the gathers, while local documents are attended to
         loads.append(sum(priced) + exchange - hidden + workload.linear(len(layout.tokens)))
-    return loads
+        chunks.append(priced[1])
+    return [load + WAITING * (max(chunks) - own) for load, own in zip(loads, chunks, strict=True)]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_wlb.sharding import SHARDED, ShardCosts, ShardPlan, per_document, per_sequence
-from hf_wlb.sharding.cost import HIDDEN
+from hf_wlb.sharding.cost import HIDDEN, WAITING
 from hf_wlb.workload import AnalyticWorkload, ProfiledWorkload
 
 from .checks import WORKLOAD, any_plans, make_plan, micro_batches, predict_by_hand
@@ -51,7 +51,8 @@ def test_predictions_by_hand() -> None:
     hidden = HIDDEN * exchange
     assert 0 < hidden < whole
     others = [0, 2 * (2 + 2) + 2 * (3 + 4 + 4)]  # rank 1: 1 query of 2 keys, 2 queries of 3 and 4 keys
-    expected = [whole + exchange - hidden + head + 10 * 4, exchange + others[1] + 10 * 3]
+    waiting = WAITING * (others[1] - head)  # rank 0 has less to do on chunks
+    expected = [whole + exchange - hidden + head + waiting + 10 * 4, exchange + others[1] + 10 * 3]
     costs = ShardCosts.of(plan.lengths, workload, 2)
     assert costs.predict([plan]).tolist() == [expected]
     assert predict_by_hand(plan, workload) == expected

@@ -26,6 +26,13 @@ class Pending(Protocol):
         """Its result, once it is there for the current stream."""
 
 
+class PendingSum(Protocol):
+    """A reduction under way."""
+
+    def wait(self, into: torch.Tensor) -> None:
+        """Write the first ``len(into)`` rows of its result into memory, for the current stream."""
+
+
 class KeyValueExchange(Protocol):
     """What context-parallel ranks do together; ``hf_wlb.parallel`` has the one over a process group."""
 
@@ -40,7 +47,7 @@ class KeyValueExchange(Protocol):
     def gather(self, part: torch.Tensor) -> Pending:
         """Start gathering ``part`` [tokens, ...], the same shape everywhere, to [size * tokens, ...], rank by rank."""
 
-    def reduce_scatter(self, parts: torch.Tensor) -> Pending:
+    def reduce_scatter(self, parts: torch.Tensor) -> PendingSum:
         """Start adding up ``parts`` [size * tokens, ...] over the ranks; each gets its own [tokens, ...].
 
         Half precision is added up in float32 and rounded once.

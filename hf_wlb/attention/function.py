@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hf_wlb.attention.context import AttentionContext, KeyValueExchange, Pending, ShardTensors
+from hf_wlb.attention.context import AttentionContext, KeyValueExchange, Pending, PendingSum, ShardTensors
 from hf_wlb.attention.kernels import AttentionKernel, AttentionOptions, KernelRequest, choose_kernel
 from hf_wlb.attention.segments import Segments
 
@@ -132,6 +132,7 @@ class _Group:
 
 _KeyValue = tuple[torch.Tensor, torch.Tensor]
 _PendingPair = tuple[Pending, Pending]
+_PendingSums = tuple[PendingSum, PendingSum]
 
 
 class _Call:
@@ -192,7 +193,7 @@ class _Call:
         keys, values = (pending.wait().index_select(0, self.shard.order) for pending in gathered)
         return keys, values
 
-    def reduce(self, gradients: _KeyValue) -> _PendingPair:
+    def reduce(self, gradients: _KeyValue) -> _PendingSums:
         """Start adding a group's gradients up over the ranks.
 
         Args:
@@ -200,7 +201,7 @@ class _Call:
         """
         return self._reduce(gradients[0]), self._reduce(gradients[1])
 
-    def _reduce(self, gradient: torch.Tensor) -> Pending:
+    def _reduce(self, gradient: torch.Tensor) -> PendingSum:
         overlaps = self.shard.overlaps
         if len(overlaps) <= MOST_SLICES:
             for head, tail, count in overlaps:
@@ -222,10 +223,10 @@ class _Call:
             tails.repeat_interleave(counts, output_size=len(within)) + within,
         )
 
-    def receive(self, group: _Group, reduction: _PendingPair, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def receive(self, group: _Group, reduction: _PendingSums, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Put the sums of a group's gradients where they belong; what lies behind this rank's tokens is padding."""
         for pending, gradient in zip(reduction, (dk, dv), strict=True):
-            gradient[self.chunks.tokens, group.kv_heads] = pending.wait()[: self.shard.exchanged_tokens]
+            pending.wait(into=gradient[self.chunks.tokens, group.kv_heads])
 
     # ---- the kernel ----
 
@@ -303,7 +304,7 @@ class _ShardAttention(torch.autograd.Function):
         pending = call.gather(k, v, groups[0]) if groups and not kept else None
         if not kept:  # hides the first gather
             _backward_local(call, saved, k, v, dq, dk, dv)
-        reduction: _PendingPair | None = None  # of the group before
+        reduction: _PendingSums | None = None  # of the group before
         for number, group in enumerate(groups):
             if kept:
                 kv = (kept[2 * number], kept[2 * number + 1])

@@ -12,7 +12,7 @@ from hf_wlb.attention import AttentionContext, AttentionOptions, KernelMeter, Se
 from hf_wlb.attention.kernels import ReferenceKernel
 from hf_wlb.sharding import Sharder, ShardingConfig, ShardLayout, ShardPlan, per_document, per_sequence, shard_layout
 from hf_wlb.workload import AnalyticWorkload
-from tests.support.exchange import Done, ThreadExchange, ThreadGroup, poisoned_memory
+from tests.support.exchange import DoneSum, ThreadExchange, ThreadGroup, poisoned_memory
 from tests.support.oracle import dense_attention, relative_error
 from tests.support.tolerances import ATTENTION_FLOAT32, NEGATIVE_CONTROL_FACTOR
 
@@ -211,9 +211,9 @@ def test_changing_a_document_leaves_the_others_bit_identical() -> None:
 
 
 def _dropped_reduce_scatter(shard: ShardTensors, exchange: ThreadExchange) -> ShardTensors:
-    def own_part_only(parts: torch.Tensor) -> Done:
+    def own_part_only(parts: torch.Tensor) -> DoneSum:
         rows = parts.shape[0] // exchange.size
-        return Done(parts[exchange.rank * rows : (exchange.rank + 1) * rows])
+        return DoneSum(parts[exchange.rank * rows : (exchange.rank + 1) * rows])
 
     exchange.reduce_scatter = own_part_only  # type: ignore[method-assign]
     return shard

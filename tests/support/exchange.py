@@ -68,11 +68,10 @@ class ThreadExchange:
         self.gathered += part.numel()
         return Done(torch.cat(self._share(part.clone())))
 
-    def reduce_scatter(self, parts: torch.Tensor) -> "Done":
+    def reduce_scatter(self, parts: torch.Tensor) -> "DoneSum":
         self.reduced += parts.numel()
-        everyone = self._share(parts.clone())
-        rows = parts.shape[0] // self.size
-        return Done(sum(p[self.rank * rows : (self.rank + 1) * rows] for p in everyone[1:]) + _rows(everyone[0], self))
+        own = [_rows(everyones, self) for everyones in self._share(parts.clone())]
+        return DoneSum(sum(own[1:], own[0]))
 
     def agree(self, digest: int, problem: str | None) -> None:
         everyone = self._share((digest, problem))
@@ -94,6 +93,14 @@ class Done:
 
     def wait(self) -> torch.Tensor:
         return self.result
+
+
+@dataclass
+class DoneSum:
+    result: torch.Tensor
+
+    def wait(self, into: torch.Tensor) -> None:
+        into.copy_(self.result[: len(into)])
 
 
 @contextlib.contextmanager

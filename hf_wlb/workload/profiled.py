@@ -25,6 +25,7 @@ from hf_wlb.workload.base import (
 from hf_wlb.workload.curves import AttentionCurve, PowerCurve, SegmentTable
 from hf_wlb.workload.profile_schema import PROFILE_SCHEMA, Profile, parse_options, parse_profile
 
+_LONGEST_IN_TABLE = 2**22
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -112,12 +113,12 @@ class ProfiledWorkload(WorkloadModel):
         return float(total) if isinstance(queries, int) and isinstance(keys, int) else total
 
     def segment(self, q_len: NDArray[Any] | Sequence[int], kv_len: NDArray[Any] | Sequence[int]) -> FloatArray:
-        """Attention of rows of a kernel call, within about 1% of what ``chunk`` reads; see ``WorkloadModel``."""
+        """Attention of rows of a kernel call, to 1% or so what ``chunk`` reads; see ``WorkloadModel``."""
         return self._segments(np.asarray(q_len), np.asarray(kv_len))
 
     @cached_property
     def _segments(self) -> SegmentTable:
-        return SegmentTable(self._attention, MAX_LENGTH)
+        return SegmentTable(self._attention, _LONGEST_IN_TABLE)
 
     def exchange(self, tokens: int, cp_size: int) -> float:
         """Gathers of keys and values and the reduction of their gradients; see ``WorkloadModel``.

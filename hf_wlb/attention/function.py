@@ -298,7 +298,8 @@ class _ShardAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         call: _Call = ctx.call
         q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        # Kernels write into slices of these, whatever the strides of q, k and v are.
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         saved = (dout, q, out, lse.t())
         groups = call.groups(q, k, v)
         pending = call.gather(k, v, groups[0]) if groups and not kept else None

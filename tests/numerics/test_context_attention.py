@@ -159,6 +159,25 @@ def test_much_to_gather_is_gathered_in_groups(monkeypatch: pytest.MonkeyPatch) -
         assert [len(sizes) for sizes in counts] == [4 * groups, 4 * groups]  # keys and values, forward and backward
 
 
+def test_tensors_of_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models hand over views of [heads, tokens, head size]."""
+    lengths = [9, 30, 25]
+    inputs = Inputs.random(64, heads=4, kv_heads=2)
+    right = expected(inputs, lengths)
+    attended = attend
+    given: list[bool] = []
+
+    def strided(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        views = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v)]
+        given.append(any(view.is_contiguous() for view in views))
+        return attended(*views, *rest)
+
+    monkeypatch.setattr("tests.numerics.test_context_attention.attend", strided)
+    for plan in (per_document(lengths, 2), plan_of("placed", lengths, 2, 9)):
+        assert worst(sharded(inputs, plan, OPTIONS, regather=False), right) <= ATTENTION_FLOAT32
+    assert given and not any(given)
+
+
 EXTREMES = {
     "rank 0 only local, rank 1 only long, rank 2 nothing": by_hand([8, 9], [0, -1], [[0, 0, 4, 4, 4, 9, 9]], 3),
     "one rank has all of a sharded document": by_hand([8, 9], [1, -1], [[0, 5, 5, 5, 9]], 2),

@@ -3,8 +3,8 @@
 Local documents attend straight to local keys and values. Those of sharded documents are gathered from all ranks, one
 group of KV heads after the other. Putting them into document order picks, for each head and each tail chunk, the prefix
 of its document that it reads: one copy, an eighth more than a copy of everything on four ranks, and one kernel call.
-The first gather runs while local documents are attended to, later ones while the group before is; in backward, so do
-the reductions of gradients.
+The first gather runs while local documents are attended to, later ones while the group before is (or all at once, where
+they are kept for backward); in backward, so do the reductions of gradients.
 """
 
 from __future__ import annotations
@@ -272,14 +272,18 @@ class _ShardAttention(torch.autograd.Function):
         lse_type = torch.promote_types(q.dtype, torch.float32)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=lse_type)
         groups = call.groups(q, k, v)
-        # All before anything else: begun later, they would wait for the rank with most local documents.
-        gathers = [call.gather(k, v, group) for group in groups]
-        if call.local is not None:  # hides the first gather
+        keep = not call.context.regather and any(ctx.needs_input_grad)
+        # What is kept anyway is gathered before anything else: begun after local documents, a gather would wait for
+        # the rank that has most of them. Otherwise one group ahead, for less memory.
+        ahead = len(groups) if keep else 1
+        gathers = [call.gather(k, v, group) for group in groups[:ahead]]
+        if call.local is not None:  # hides them
             tokens = call.local.tokens
             call.forward(call.local, slice(None), q, (k[tokens], v[tokens]), out, lse)
-        keep = not call.context.regather and any(ctx.needs_input_grad)
         kept: list[torch.Tensor] = []
-        for group in groups:
+        for number, group in enumerate(groups):
+            if ahead + number < len(groups):
+                gathers.append(call.gather(k, v, groups[ahead + number]))
             kv = call.pick(gathers.pop(0))
             if call.shard.exchanged_tokens:
                 call.forward(call.chunks, group.heads, q, kv, out, lse)

@@ -16,9 +16,10 @@ from hf_wlb.sharding.types import SHARDED, FloatArray, IntArray
 
 _GAIN = 0.0005  # of the mean load; exchanges that bring less are not worth the search
 _PENALTY = 10.0
-_TRIES = 24
+_TRIES, _TRIED_DOCUMENTS = 16, 800  # swaps tried, fewer with more documents, whose deal is finer from the start
+_MINE, _OTHERS = 12, 48  # documents that are looked at in one try, of the rank that stands out and of the others
 _SHORT_SHARES = (0.2, 0.1, 0.3)  # of all tokens: what counts as short documents when they are to even tokens out
-_EVEN = 1.005  # heaviest rank over the mean that needs no further attempt
+EVEN = 1.005  # heaviest rank over the mean that needs no further attempt
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,18 @@ def deal_evenly(costs: FloatArray, lengths: IntArray, cp_size: int, least: float
     >>> dealt.load, dealt.tokens
     ([9.0, 9.0], [3, 5])
     """
+    if lengths.max() > most:
+        return None  # one document is too much for any rank
     best: Dealt | None = None
     for owner in _starts(costs, lengths, cp_size, most):
         loads = np.bincount(owner, costs, cp_size).tolist()
         tokens = np.bincount(owner, lengths, cp_size).astype(np.int64).tolist()
-        dealt = exchange_documents(Dealt(owner, loads, tokens), costs, lengths, least, most)
+        dealt = Dealt(owner, loads, tokens)
+        if not (dealt.within(least, most) and dealt.imbalance <= EVEN):
+            dealt = exchange_documents(dealt, costs, lengths, least, most)
         if dealt.within(least, most) and (best is None or dealt.imbalance < best.imbalance):
             best = dealt
-        if best is not None and best.imbalance <= _EVEN:
+        if best is not None and best.imbalance <= EVEN:
             break
     return best
 
@@ -150,16 +155,19 @@ def exchange_documents(dealt: Dealt, costs: FloatArray, lengths: IntArray, least
     partner_cost = np.concatenate([costs, np.zeros(cp_size)])
     partner_length = np.concatenate([lengths, np.zeros(cp_size, dtype=np.int64)])
 
+    moves = np.arange(len(owner), len(owner) + cp_size)
+
     def deviation(loads: FloatArray, held: FloatArray) -> FloatArray:
         outside = np.maximum(held - most, 0.0) + np.maximum(least - held, 0.0)
         squares: FloatArray = (loads / mean - 1) ** 2 + _PENALTY * (outside / even) ** 2
         return squares
 
-    for _ in range(_TRIES):
+    for _ in range(min(_TRIES, 2 + _TRIED_DOCUMENTS // len(owner))):
         each = deviation(load, tokens)
         worst = int(each.argmax())
-        mine = np.flatnonzero(owner == worst)
-        others = np.flatnonzero((partner_rank != worst) & (partner_rank != SHARDED))
+        mine = _some(np.flatnonzero(owner == worst), _MINE)
+        others = _some(np.flatnonzero((owner != worst) & (owner != SHARDED)), _OTHERS)
+        others = np.concatenate([others, np.delete(moves, worst)])
         rank = partner_rank[others]
         shift = costs[mine][:, None] - partner_cost[others][None, :]
         moved = lengths[mine][:, None] - partner_length[others][None, :]
@@ -178,3 +186,8 @@ def exchange_documents(dealt: Dealt, costs: FloatArray, lengths: IntArray, least
         if partner < len(owner):
             owner[partner] = partner_rank[partner] = worst
     return Dealt(owner, load.tolist(), tokens.astype(np.int64).tolist())
+
+
+def _some(documents: IntArray, most: int) -> IntArray:
+    """Not more than so many of them, at even distances."""
+    return documents[:: -(-len(documents) // most)] if len(documents) > most else documents

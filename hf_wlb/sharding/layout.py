@@ -59,6 +59,7 @@ class ShardLayout:
             chunk and for the tail chunk, in the order of ``order``, and how many.
         padded: Tokens that every rank sends.
         gathered: Tokens of all sharded documents.
+        digest: Of the plan, the same on every rank.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class ShardLayout:
     overlaps: IntArray
     padded: int
     gathered: int
+    digest: int
 
     @property
     def local_tokens(self) -> int:
@@ -88,7 +90,7 @@ def shard_layout(plan: ShardPlan, rank: int) -> ShardLayout:
     """The layout of one rank of a plan.
 
     Raises:
-        ValueError: If there is no such rank.
+        ValueError: If there is no such rank, or the plan would lose tokens.
 
     Documents of 6 and 2 tokens, the first sharded and the second on rank 0, which holds tokens 6 and 7 (local),
     0 and 1 (head) and 4 and 5 (tail):
@@ -102,6 +104,7 @@ def shard_layout(plan: ShardPlan, rank: int) -> ShardLayout:
     """
     if not 0 <= rank < plan.cp_size:
         raise ValueError(f"rank must be from 0 to {plan.cp_size - 1} (cp_size - 1), got {rank}.")
+    plan.check()
     starts = np.cumsum(plan.lengths) - plan.lengths
     own = np.flatnonzero(plan.owner == rank)
     tokens = [_ranges(starts[own], plan.lengths[own])]
@@ -134,6 +137,7 @@ def shard_layout(plan: ShardPlan, rank: int) -> ShardLayout:
         overlaps=_overlaps(*keys),
         padded=padded,
         gathered=len(place),
+        digest=plan.digest(),
     )
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_wlb.sharding.balance import Dealt, deal_evenly, longest_first
+from hf_wlb.sharding.balance import EVEN, Dealt, deal_evenly, longest_first
 from hf_wlb.sharding.cost import ShardCosts
 from hf_wlb.sharding.strategies import chunk_edges, deal
 from hf_wlb.sharding.types import SHARDED, FloatArray, IntArray, ShardPlan
 
-_EVEN = 1.005  # heaviest rank over the mean that needs no further attempt
+_TOO_MUCH = 1.02  # of an even share of the workload
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,12 @@ class Placement:
         self._sharded_cost = np.concatenate([[0.0], np.cumsum(sharded)]).tolist()
         self._sharded_tokens = np.concatenate([[0], np.cumsum(lengths[self.longest_first])]).tolist()
         self._whole = costs.whole + costs.linear * lengths
+
+    @property
+    def fewest(self) -> int:
+        """How many documents must be sharded at least, for the longest one left not to be too much for any rank."""
+        even = float(self._whole.sum()) / self._cp
+        return int((self._whole > _TOO_MUCH * even).sum())
 
     def place(self, count: int) -> ShardPlan | None:
         """Shards the ``count`` longest documents and places the others whole; None if the bounds forbid it."""
@@ -129,7 +135,7 @@ class Placement:
             found = (float(loads.max() / loads.mean()), dealt, shares)
             if best is None or found[0] < best[0]:
                 best = found
-            if best[0] <= _EVEN:
+            if best[0] <= EVEN:
                 break
         return best and best[1:]
 

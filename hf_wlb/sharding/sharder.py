@@ -114,11 +114,13 @@ class Sharder:
 def placements(placement: Placement, costs: ShardCosts, documents: int) -> list[ShardPlan]:
     """Priced plans with 0, 1, 2, 3, 4, 6, 8, 12, ... of the longest documents sharded, until more bring nothing.
 
+    It begins with as many as are too much for one rank.
+
     A plan that is close to ideal ends the search, so that no exchange is taken for a gain that no clock would show.
     """
     plans: list[ShardPlan] = []
     best, worse = float("inf"), 0
-    for count in _counts(documents):
+    for count in _counts(documents, placement.fewest):
         plan = placement.place(count)
         if plan is None:
             continue
@@ -134,9 +136,9 @@ def placements(placement: Placement, costs: ShardCosts, documents: int) -> list[
     return plans
 
 
-def _counts(documents: int) -> list[int]:
+def _counts(documents: int, fewest: int) -> list[int]:
     counts, step = [0, 1, 2, 3], 4
     while step <= documents:
         counts += [step, step * 3 // 2]
         step *= 2
-    return [*(count for count in counts if count < documents), documents]
+    return sorted({fewest, documents, *(count for count in counts if fewest < count < documents)})

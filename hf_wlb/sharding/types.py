@@ -121,6 +121,32 @@ class ShardPlan:
         slowest, predicted = self.slowest, self.predicted
         return slowest * len(predicted) / float(predicted.sum()) if predicted is not None and slowest else 1.0
 
+    def check(self) -> None:
+        """Refuses a plan, perhaps made by hand, that does not deal every token to one rank.
+
+        Raises:
+            ValueError: Saying what is wrong.
+        """
+        if self.owner.shape != self.lengths.shape or not ((self.owner >= SHARDED) & (self.owner < self.cp_size)).all():
+            raise ValueError(
+                f"owner must hold a rank below {self.cp_size}, or {SHARDED} for a sharded document, for each of the "
+                f"{len(self.lengths)} documents, got {self.owner.tolist()}."
+            )
+        lengths = self.lengths[self.sharded]
+        shape = (len(lengths), 2 * self.cp_size + 1)
+        if self.edges.shape != shape:
+            raise ValueError(
+                f"edges must have the shape {shape}, a row for every sharded document and 2 cp_size + 1 edges, got "
+                f"{self.edges.shape}."
+            )
+        whole = (self.edges[:, 0] == 0) & (self.edges[:, -1] == lengths) & (np.diff(self.edges, axis=1) >= 0).all(1)
+        if not whole.all():
+            row = int(np.flatnonzero(~whole)[0])
+            raise ValueError(
+                f"the edges of a document must rise from 0 to its length, but those of document "
+                f"{int(self.sharded[row])}, {int(lengths[row])} tokens long, are {self.edges[row].tolist()}."
+            )
+
     def digest(self) -> int:
         """A 63-bit hash of who holds what, for comparing ranks."""
         sizes = np.array([self.cp_size, len(self.lengths)])

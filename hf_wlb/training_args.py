@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,13 +140,16 @@ class WLBTrainingArguments(TrainingArguments):
 
     def sharding_config(self) -> ShardingConfig:
         """How micro-batches are shared out over context-parallel ranks."""
-        return ShardingConfig(
-            cp_size=self.cp_size,
-            strategy=self.cp_strategy,  # type: ignore[arg-type]  # checked by ShardingConfig
-            threshold=self.cp_threshold,
-            max_tokens_per_shard=self.max_tokens_per_shard,
-            max_token_skew=self.cp_max_token_skew,
-        )
+        try:
+            return ShardingConfig(
+                cp_size=self.cp_size,
+                strategy=self.cp_strategy,  # type: ignore[arg-type]  # checked by ShardingConfig
+                threshold=self.cp_threshold,
+                max_tokens_per_shard=self.max_tokens_per_shard,
+                max_token_skew=self.cp_max_token_skew,
+            )
+        except ValueError as error:  # its names are not those of these arguments
+            raise ValueError(re.sub(r"\b(strategy|threshold|max_token_skew)\b", r"cp_\1", str(error))) from None
 
     def packing_config(self, dp_size: int) -> PackingConfig:
         """The planner's settings for ``dp_size`` replicas."""

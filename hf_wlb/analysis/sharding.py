@@ -271,7 +271,7 @@ def read_micro_batch(lengths: str | None, context_length: int, seed: int = 0) ->
     else:
         raise ValueError(
             f"The lengths must be whole numbers separated by commas, such as 90000,12000,800, or a file of lengths; "
-            f"{lengths!r} is neither."
+            f"{lengths!r} is neither: there is no such file."
         )
     drawn = fill_context(stored, context_length, seed)
     return LengthSource(drawn, f"{_documents(drawn)}, drawn from {origin}, seed {seed}")

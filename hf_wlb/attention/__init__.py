@@ -2,7 +2,7 @@
 
 from hf_wlb.attention.context import AttentionContext, KeyValueExchange, ShardTensors
 from hf_wlb.attention.function import attend
-from hf_wlb.attention.isolation import check_isolation
+from hf_wlb.attention.isolation import LayerAttention, check_isolation
 from hf_wlb.attention.kernels import (
     AttentionKernel,
     AttentionOptions,
@@ -21,6 +21,7 @@ __all__ = [
     "KernelMeter",
     "KernelRequest",
     "KeyValueExchange",
+    "LayerAttention",
     "Segments",
     "ShardTensors",
     "attend",

@@ -53,15 +53,19 @@ class KeyValueExchange(Protocol):
         Half precision is added up in float32 and rounded once.
         """
 
-    def agree(self, digest: int, problem: str | None) -> None:
-        """Compare the first micro-batch's plan over the ranks.
+    def agree(self, shard: ShardTensors, call: str, problem: str | None) -> None:
+        """Compare the plan and how it is attended to over the ranks, in every layer before anything is exchanged.
+
+        Whether anything is compared is up to it, but must not depend on what a single rank was given.
 
         Args:
-            digest: Of the plan.
-            problem: What this rank found wrong with it, or None.
+            shard: This rank's plan.
+            call: What else must be the same on all ranks, in words.
+            problem: What this rank found wrong, or None.
 
         Raises:
-            ValueError: On every rank, if any has a problem or another plan.
+            ValueError: If another rank has a problem, and on every rank without one if they differ. A rank with a
+                problem comes back and raises that itself.
         """
 
 
@@ -98,7 +102,7 @@ class ShardTensors:
     digest: int = 0
 
     @classmethod
-    def of(cls, layout: ShardLayout, device: torch.device | str = "cpu", digest: int = 0) -> ShardTensors:
+    def of(cls, layout: ShardLayout, device: torch.device | str = "cpu") -> ShardTensors:
         """The tensors of a layout."""
         tensors = cls(
             rank=layout.rank,
@@ -112,7 +116,7 @@ class ShardTensors:
             exchanged_tokens=layout.exchanged_tokens,
             padded=layout.padded,
             gathered_tokens=layout.gathered,
-            digest=digest,
+            digest=layout.digest,
         )
         return tensors.to(device)
 
@@ -155,8 +159,8 @@ class AttentionContext:
         kernel: The attention kernel; None chooses the fastest one that is installed and can do what is asked.
         exchange: Keys and values with the other context-parallel ranks; None where there are none.
         kv_head_groups: Groups of KV heads that are exchanged one after the other: the exchange of one hides behind the
-            attention of the one before, and only one or two groups' gathered keys and values are in memory. Clipped to
-            the number of KV heads; None goes by how much is gathered, for every micro-batch.
+            attention of the one before, and with ``regather`` only one or two groups' gathered keys and values are in
+            memory. Clipped to the number of KV heads; None goes by how much is gathered, for every micro-batch.
         regather: Exchange keys and values again in backward instead of keeping them from forward to backward.
         deterministic: Whether gradients must be the same bits every time.
         meter: Takes the time of attention kernels, waiting for others excluded.

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_wlb.attention.context import AttentionContext, KeyValueExchange, Pending, PendingSum, ShardTensors
 from hf_wlb.attention.kernels import AttentionKernel, AttentionOptions, KernelRequest, choose_kernel
+from hf_wlb.attention.kernels.selection import obstacle
 from hf_wlb.attention.segments import Segments
 
 
@@ -61,8 +62,7 @@ def attend(
         >>> torch.allclose(out[3, 0], k[3, 0], atol=1e-6)  # a document's first token sees only itself
         True
     """
-    _check_plan(q, k, v, shard, context)
-    kernel = context.kernel or _fastest(kernel_request(q, k, v, options))
+    kernel = _check_plan(q, k, v, shard, context, options)
     call = _Call(kernel, shard, context, options)
     output: torch.Tensor = _ShardAttention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
     return output
@@ -77,7 +77,7 @@ MOST_GROUPS = 8
 #: Documents whose overlapping gradients are added up one by one; more are, all at once, by index.
 MOST_SLICES = 16
 
-_fastest = cache(choose_kernel)  # asked in every layer
+_fastest, _obstacle = cache(choose_kernel), cache(obstacle)  # asked in every layer
 
 
 def kernel_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> KernelRequest:
@@ -95,8 +95,14 @@ def kernel_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: A
 
 
 def _check_plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shard: ShardTensors, context: AttentionContext
-) -> None:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shard: ShardTensors,
+    context: AttentionContext,
+    options: AttentionOptions,
+) -> AttentionKernel:
+    """The kernel to use, once all ranks can go on: a rank that raised alone would leave the others waiting."""
     problem = None
     if not q.shape[0] == k.shape[0] == v.shape[0] == shard.tokens:
         problem = (
@@ -108,10 +114,28 @@ def _check_plan(
             f"the plan is for rank {shard.rank} of {shard.cp_size} context-parallel ranks, but this process is rank "
             f"{context.cp_rank} of {context.cp_size}: give the collator the same cp_rank and cp_size as the context"
         )
+    try:
+        kernel = _kernel(context, kernel_request(q, k, v, options))
+    except ValueError as error:
+        problem = problem or str(error)
     if context.exchange is not None:
-        context.exchange.agree(shard.digest, problem)
+        call = (
+            f"{q.shape[1]} heads, {k.shape[1]} KV heads, head sizes {k.shape[2]} and {v.shape[2]}, {k.dtype}, "
+            f"{options}, kv_head_groups {context.kv_head_groups}, regather {context.regather}"
+        )
+        context.exchange.agree(shard, call, problem)
     if problem is not None:
         raise ValueError(problem)
+    return kernel
+
+
+def _kernel(context: AttentionContext, request: KernelRequest) -> AttentionKernel:
+    kernel = context.kernel
+    if kernel is None:
+        return _fastest(request)
+    if reason := _obstacle(kernel, request):
+        raise ValueError(f"the context's attention kernel {kernel.name!r} was given {request}, but it {reason}")
+    return kernel
 
 
 @dataclass(frozen=True, slots=True)

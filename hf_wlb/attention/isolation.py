@@ -27,15 +27,36 @@ SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True)
+class LayerAttention:
+    """What one attention layer asks of whatever attends.
+
+    Attributes:
+        request: Of a kernel, for the model's own type and device.
+        heads: Of queries.
+        kv_heads: Of keys and values.
+    """
+
+    request: KernelRequest
+    heads: int
+    kv_heads: int
+
+    @property
+    def shape(self) -> str:
+        """Heads and their sizes, in words."""
+        sizes = (self.request.head_size, self.request.value_head_size)
+        return f"{self.heads} heads and {self.kv_heads} KV heads of sizes {sizes[0]} and {sizes[1]}"
+
+
+@dataclass(frozen=True)
 class _Heard:
-    """One call of the attention function: whether the plan came, and what a kernel is asked for."""
+    """One call of the attention function: whether the plan came, and what it was asked for."""
 
     documents: bool
     shard: bool
-    request: KernelRequest
+    layer: LayerAttention
 
 
-def check_isolation(model: PreTrainedModel) -> list[KernelRequest]:
+def check_isolation(model: PreTrainedModel) -> list[LayerAttention]:
     """Refuses a model that would treat packed documents otherwise than documents alone.
 
     Looks at the configuration, then runs three forward passes over a few tokens: every attention layer must get the
@@ -43,7 +64,7 @@ def check_isolation(model: PreTrainedModel) -> list[KernelRequest]:
     must leave the logits of the next one as they were, and these must be those of that document alone.
 
     Returns:
-        What its layers ask of an attention kernel, each kind once, for the model's own type and device.
+        What its attention layers ask, in their order.
 
     Raises:
         ValueError: With the reason, naming the model class.
@@ -66,7 +87,7 @@ def check_isolation(model: PreTrainedModel) -> list[KernelRequest]:
             f"a document packed behind another one gets other logits than alone in {name}: the model numbers positions "
             "by itself and not by position_ids from 0. This model family is not supported."
         )
-    return list(dict.fromkeys(call.request for call in calls))
+    return [call.layer for call in calls]
 
 
 def _check_calls(model: PreTrainedModel, calls: Sequence[_Heard], name: str) -> None:
@@ -83,7 +104,7 @@ def _check_calls(model: PreTrainedModel, calls: Sequence[_Heard], name: str) -> 
             )
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     windowed = "sliding_attention" in kinds if kinds else window is not None
-    if windowed and not any(call.request.sliding_window for call in calls):
+    if windowed and not any(call.layer.request.sliding_window for call in calls):
         raise ValueError(
             f"{name} has sliding_window={window} but no layer hands it to the attention function, so the window would "
             "not be kept. Set config.sliding_window = None if the model is to be trained without it."
@@ -134,7 +155,8 @@ def _forward(model: PreTrainedModel, documents: list[list[int]]) -> tuple[list[_
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         shard = kwargs.get("wlb_shard") is plan and kwargs.get("wlb_context") is context
         documents = kwargs.get("cu_seq_lens_q") is not None
-        calls.append(_Heard(documents, shard, kernel_request(q, k, v, options)))
+        layer = LayerAttention(kernel_request(q, k, v, options), q.shape[1], k.shape[1])
+        calls.append(_Heard(documents, shard, layer))
         kwargs |= {"wlb_shard": plan, "wlb_context": context}
         return wlb_attention(module, query, key, value, *args, **kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -21,7 +22,7 @@ class KernelMeter:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextlib.contextmanager
     def measure(self, device: torch.device) -> Iterator[None]:
@@ -38,10 +39,18 @@ class KernelMeter:
         self._events.append((begin, end))
 
     def take(self) -> float:
-        """Seconds since the last call; waits for the GPU."""
-        for begin, end in self._events:
-            end.synchronize()
+        """Seconds since they were last asked for; waits for the GPU."""
+        return self._finished(wait=True)
+
+    def drain(self) -> float:
+        """Seconds since they were last asked for of what the GPU has done already, without waiting for it."""
+        return self._finished(wait=False)
+
+    def _finished(self, wait: bool) -> float:
+        while self._events and (wait or self._events[0][1].query()):
+            begin, end = self._events.popleft()
+            if wait:
+                end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
         seconds, self._seconds = self._seconds, 0.0
-        self._events.clear()
         return seconds

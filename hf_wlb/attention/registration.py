@@ -40,6 +40,7 @@ def wlb_attention(
     max_length_q: int | None = None,
     wlb_shard: ShardTensors | None = None,
     wlb_context: AttentionContext | None = None,
+    wlb_info: object = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that Transformers calls.
@@ -60,6 +61,7 @@ def wlb_attention(
         max_length_q: Tokens of the longest document.
         wlb_shard: The plan under context parallelism, or of whole documents.
         wlb_context: How to attend; by default with the fastest kernel, alone.
+        wlb_info: Not looked at: what the collator tells whoever trains, in case it comes along.
         **kwargs: What else the model passes on; refused where it would change the result.
 
     Returns:

@@ -57,6 +57,7 @@ def shard_command(
     check_folders(json_file, png)
     assumed = model is None and crossover is None and profile is None
     source = read_micro_batch(lengths, context, seed)
+    _check_room(int(source.lengths.sum()), cp, max_tokens_per_shard)
     workload, priced_by = choose_workload(
         model=DEFAULT_MODEL if assumed else model,
         crossover=crossover,
@@ -76,6 +77,14 @@ def shard_command(
         write_json(json_file, {"source": source.description, "workload": priced_by, **analysis.to_dict()})
     if png is not None:
         _draw(analysis, png)
+
+
+def _check_room(tokens: int, cp: int, max_tokens_per_shard: int | None) -> None:
+    if max_tokens_per_shard is not None and cp >= 1 and cp * max_tokens_per_shard < tokens:
+        raise ValueError(
+            f"A micro-batch of {tokens:,} tokens does not fit {cp} ranks of at most {max_tokens_per_shard:,} tokens "
+            "each. Raise --max-tokens-per-shard or --cp, or give a shorter micro-batch (--lengths, --context)."
+        )
 
 
 def _draw(analysis: ShardAnalysis, path: Path) -> None:

@@ -115,7 +115,7 @@ class WLBDataCollator:
             Under context parallelism the rank's shard of T tokens, in the plan's order: ``input_ids`` and
             ``position_ids``; ``labels`` and ``shift_labels``, both the next token of the document, -100 at its last
             one, shifted before sharding; ``wlb_shard`` (``ShardTensors``); ``use_cache``, False; and ``wlb_info``
-            (``ShardInfo``), to be taken out before the model is called. No ``cu_seq_lens``. A micro-batch of fewer
+            (``ShardInfo``), for whoever trains: the model ignores it. No ``cu_seq_lens``. A micro-batch of fewer
             tokens than ranks ends in a masked document of ``2 cp_size`` tokens.
 
         Raises:

@@ -53,6 +53,6 @@ def shard_documents(documents: Sequence[Tokens], sharder: Sharder, cp_rank: int,
         "shift_labels": targets.clone(),
         "position_ids": torch.from_numpy(layout.position_ids)[None],
         "use_cache": False,
-        "wlb_shard": ShardTensors.of(layout, digest=plan.digest()),
+        "wlb_shard": ShardTensors.of(layout),
         "wlb_info": ShardInfo(plan, topped_up),
     }

@@ -2,16 +2,19 @@
 
 Planning is replicated, not communicated: every rank computes the same plan for itself. One integer per step is
 compared, so that ranks whose data, settings or library versions differ stop at once with an error on all of
-them, instead of training different documents or hanging in a collective later.
+them, instead of training different documents or hanging in a collective later. For the same reason a rank that fails
+while it sets up tells the others.
 """
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-
-def process_count() -> int:
-    """Return the number of processes that run together: 1 where ``torch.distributed`` is not initialised."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+from hf_wlb.parallel.collectives import gather_objects, group_device, process_count
 
 
 def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = None) -> None:
@@ -38,31 +41,84 @@ def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = No
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
     values = [int(tensor.item()) for tensor in gathered]
-    if len(set(values)) == 1:
-        return
-    holders: dict[int, list[int]] = {}
+    if len(set(values)) > 1:
+        raise RuntimeError(
+            f"The ranks do not agree on {what}: {by_rank(values)}. Every rank plans for itself and must be given the "
+            "same documents in the same order, the same settings, seed, epoch and resume state, and the same version "
+            "of hf_wlb."
+        )
+
+
+def verify_settings(settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
+    """Compare settings over all ranks, each by its text; every rank of the group must call this together.
+
+    Meant for the beginning: costs more than ``verify_agreement``.
+
+    Args:
+        settings: The same names on every rank, as the user knows them.
+        group: The ranks to compare; all of them by default.
+
+    Raises:
+        RuntimeError: On every rank alike, if some differ; it names each of these, its values and the ranks that hold
+            them.
+
+    >>> verify_settings({"full_determinism": True})
+    """
+    given: list[dict[str, str]] = gather_objects({name: str(value) for name, value in settings.items()}, group)
+    differing = [
+        f"{name} ({by_rank(values)})"
+        for name in settings
+        if len(set(values := [of_rank.get(name) for of_rank in given])) > 1
+    ]
+    if differing:
+        raise RuntimeError(
+            f"The ranks do not agree on {', '.join(differing)}. They compute every micro-batch together: give all of "
+            "them the same arguments and the same model."
+        )
+
+
+@contextlib.contextmanager
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Ends on all ranks alike: where one rank's block raises, the others do so too instead of waiting for it.
+
+    All ranks of the group must come here together, and the block must not talk to other ranks.
+
+    Args:
+        group: The ranks that go on together; all of them by default.
+
+    Raises:
+        Exception: On a rank whose block raised, that.
+        RuntimeError: On the others, naming the ranks that failed and what they said.
+
+    >>> with failing_together():  # one process fails by itself
+    ...     int("x")
+    Traceback (most recent call last):
+    ValueError: invalid literal for int() with base 10: 'x'
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    said = gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}", group)
+    if problem is not None:
+        raise problem
+    failed = [f"rank {rank} with {text}" for rank, text in enumerate(said) if text is not None]
+    if failed:
+        raise RuntimeError(f"This rank stops because others failed: {'; '.join(failed)}")
+
+
+def by_rank(values: Sequence[Hashable]) -> str:
+    """Who has what, in words.
+
+    >>> by_rank([1, 2, 1])
+    'ranks 0, 2 have 1; rank 1 has 2'
+    """
+    holders: dict[Hashable, list[int]] = {}
     for rank, given in enumerate(values):
         holders.setdefault(given, []).append(rank)
-    parts = [f"{_ranks(ranks)} {given}" for given, ranks in holders.items()]
-    raise RuntimeError(
-        f"The ranks do not agree on {what}: {'; '.join(parts)}. Every rank plans for itself and must be given the "
-        "same documents in the same order, the same settings, seed, epoch and resume state, and the same version "
-        "of hf_wlb."
-    )
+    return "; ".join(f"{_ranks(ranks)} {given}" for given, ranks in holders.items())
 
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-
-
-def group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend can gather: the CPU where it can (nothing to wait for), else this rank's GPU."""
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        raise RuntimeError(
-            f"The process group's backend ({dist.get_backend_config(group)}) gathers on an accelerator, but this "
-            "process has none."
-        )
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
+from hf_wlb.parallel.collectives import all_gather, reduce_scatter
+
 Timer = Callable[[Callable[[], None], Callable[[], None]], float]
 """Seconds of its first argument on the device; the second makes ranks begin together. Calls both equally often on
 every rank."""
@@ -48,10 +50,10 @@ def time_collectives(
         whole = torch.randn(count * ranks, dtype=dtype, device=device)
 
         def gather(part: torch.Tensor = part, whole: torch.Tensor = whole) -> None:
-            dist.all_gather_into_tensor(whole, part, group=group)
+            all_gather(whole, part, group=group)
 
         def reduce(part: torch.Tensor = part, whole: torch.Tensor = whole) -> None:
-            dist.reduce_scatter_tensor(part, whole, group=group)
+            reduce_scatter(part, whole, group=group)
 
         for operation, run in (("all_gather", gather), ("reduce_scatter", reduce)):
             samples.append((operation, count * unit, timer(run, meet)))

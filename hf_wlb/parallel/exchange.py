@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from hf_wlb.parallel.agreement import group_device
+from hf_wlb.parallel.agreement import by_rank
+from hf_wlb.parallel.collectives import all_gather, gather_objects, group_device
 
-# torch 2.13 renamed it; 2.11 knows the old name only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+if TYPE_CHECKING:  # loads Transformers
+    from hf_wlb.attention import ShardTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +67,13 @@ class ProcessGroupExchange:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._agreed = False
+        self._calls: set[str] = set()  # that the ranks agreed on
+        self._shard: weakref.ref[ShardTensors] | None = None  # the last one that they agreed on
 
     def gather(self, part: torch.Tensor) -> _Started:
         """Start an all-gather of ``part`` [tokens, ...] to [size * tokens, ...]."""
         result = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        work = _all_gather(result, part, group=self.group, async_op=True)
+        work = all_gather(result, part, group=self.group, async_op=True)
         return _Started(work, result, part)
 
     def reduce_scatter(self, parts: torch.Tensor) -> _Sum:
@@ -80,27 +86,47 @@ class ProcessGroupExchange:
         work = dist.all_to_all_single(received, parts, group=self.group, async_op=True)
         return _Sum(_Started(work, received, parts), self.size)
 
-    def agree(self, digest: int, problem: str | None) -> None:
-        """Compare the first plan over the ranks, once; see the protocol.
+    @cached_property
+    def _meeting_place(self) -> torch.device:
+        return group_device(self.group)
 
-        Later plans are compared by the data loader, step by step: a comparison waits for the GPU.
+    def agree(self, shard: ShardTensors, call: str, problem: str | None) -> None:
+        """Compare the ranks; see the protocol.
+
+        Where the group gathers on the CPU, every micro-batch is compared at its first layer. On an accelerator this
+        would wait for it, so only the first call of each kind is; the data loader compares every step there.
         """
-        if self._agreed:
+        known = call in self._calls
+        if known and (self._meeting_place.type != "cpu" or (self._shard is not None and self._shard() is shard)):
             return
-        own = torch.tensor([digest, problem is not None], dtype=torch.int64, device=group_device(self.group))
+        mine = hashlib.blake2b(f"{shard.digest} {call}".encode(), digest_size=8).digest()
+        numbers = [int.from_bytes(mine, "little") >> 1, problem is not None]
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._meeting_place)
         gathered = own.new_empty(self.size * 2)
-        _all_gather(gathered, own, group=self.group)
+        all_gather(gathered, own, group=self.group)
         rows = gathered.view(self.size, 2).tolist()
-        wrong = [rank for rank, (_, has_problem) in enumerate(rows) if has_problem]
-        if problem is None and wrong:
-            raise ValueError(
-                f"context-parallel rank {wrong[0]} was given a plan that does not fit its tensors; its own error says "
-                "what is wrong"
-            )
-        if problem is None and len({plan for plan, _ in rows}) > 1:
-            raise ValueError(
-                "the context-parallel ranks were given plans of different micro-batches or settings: "
-                f"{', '.join(f'rank {rank} has plan {plan}' for rank, (plan, _) in enumerate(rows))}. Give every rank "
-                "the same documents, workload model and sharding settings."
-            )
-        self._agreed = problem is None
+        if len({number for number, _ in rows}) > 1 or any(has_problem for _, has_problem in rows):
+            told = gather_objects((shard.digest, call, problem), self.group)
+            if problem is None:
+                raise ValueError(_disagreement(told))
+            return
+        self._calls.add(call)
+        self._shard = weakref.ref(shard)
+
+
+def _disagreement(told: list[tuple[int, str, str | None]]) -> str:
+    """What is wrong, from every rank's plan, call and problem."""
+    plans, calls, problems = zip(*told, strict=True)
+    wrong = [f"context-parallel rank {rank} cannot attend: {text}" for rank, text in enumerate(problems) if text]
+    if wrong:
+        return "; ".join(wrong)
+    if len(set(calls)) > 1:
+        return (
+            f"the context-parallel ranks attend in different ways: {by_rank(calls)}. Give every rank the same model, "
+            "in the same type, and the same settings of AttentionContext."
+        )
+    digests = by_rank([f"plan {plan}" for plan in plans])
+    return (
+        f"the context-parallel ranks were given plans of different micro-batches or settings: {digests}. Give every "
+        "rank the same documents, workload model and sharding settings."
+    )

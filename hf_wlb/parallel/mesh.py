@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_wlb.parallel.agreement import group_device, process_count, verify_agreement
-
-# torch 2.13 renamed it; 2.11 knows the old name only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from hf_wlb.parallel.agreement import verify_agreement
+from hf_wlb.parallel.collectives import all_gather, group_device, process_count
 
 
 @dataclass(frozen=True)
@@ -53,16 +51,15 @@ class ParallelMesh:
             device_type: ``"cuda"``, ``"cpu"``, ...
 
         Raises:
-            ValueError: On every rank, before any of them waits for another, if ``cp_size`` does not divide the number
-                of processes.
             RuntimeError: On every rank, if their sizes differ.
+            ValueError: On every rank, if ``cp_size`` does not divide the number of processes.
 
         >>> ParallelMesh.of(1, "cpu")
         ParallelMesh(dp_size=1, cp_size=1, dp_rank=0, cp_rank=0, cp_group=None)
         """
         world_size = process_count()
+        verify_agreement(cp_size, "cp_size")  # first: some sizes may divide and others not
         check_cp_size(cp_size, world_size)
-        verify_agreement(cp_size, "cp_size")
         if cp_size == 1:  # needs no groups of its own
             return cls(world_size, 1, dist.get_rank() if world_size > 1 else 0, 0)
         mesh = init_device_mesh(device_type, (world_size // cp_size, cp_size), mesh_dim_names=("dp", "cp"))
@@ -89,9 +86,17 @@ class ParallelMesh:
         padded = shard.new_zeros(max(sizes), *shard.shape[1:])
         padded[: len(shard)] = shard
         gathered = padded.new_empty(self.cp_size * len(padded), *shard.shape[1:])
-        _all_gather(gathered, padded, group=self.cp_group)
+        all_gather(gathered, padded, group=self.cp_group)
         parts = zip(gathered.split(len(padded)), sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
+
+    def shard_mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over this replica's ranks, the same on all of them; they must call this together."""
+        if self.cp_size == 1:
+            return value
+        total = value.detach().clone()
+        dist.all_reduce(total, group=self.cp_group)
+        return total / self.cp_size
 
 
 def check_cp_size(cp_size: int, processes: int) -> None:
@@ -133,5 +138,5 @@ def gather_figures(figures: Sequence[float]) -> list[list[float]]:
         return [list(figures)]
     own = torch.tensor(figures, dtype=torch.float64, device=group_device(None))
     gathered = own.new_empty(process_count() * len(figures))
-    _all_gather(gathered, own)
+    all_gather(gathered, own)
     return [[float(figure) for figure in row] for row in gathered.view(-1, len(figures)).tolist()]

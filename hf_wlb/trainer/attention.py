@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,21 +16,22 @@ from hf_wlb.attention import (
     AttentionKernel,
     KernelMeter,
     KernelRequest,
+    LayerAttention,
     ShardTensors,
     choose_kernel,
 )
-from hf_wlb.parallel import ParallelMesh, ProcessGroupExchange, verify_agreement
+from hf_wlb.parallel import ParallelMesh, ProcessGroupExchange, failing_together, verify_settings
 from hf_wlb.training_args import WLBTrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerAttention:
-    """What every forward of a run needs besides its tokens.
+    """What every forward of a run needs besides its tokens. All ranks must make it together.
 
     Args:
         args: The run's arguments.
-        requests: What the model's layers ask of a kernel, see ``check_isolation``.
+        layers: The model's attention layers, see ``check_isolation``.
         mesh: This process's place.
 
     Attributes:
@@ -39,11 +40,13 @@ class TrainerAttention:
 
     Raises:
         ValueError: If there is no kernel for some layer, or the one asked for cannot do it.
-        RuntimeError: On every rank, if their settings differ.
+        RuntimeError: On every rank, if their settings differ; on the others, if there is no kernel on some rank.
     """
 
-    def __init__(self, args: WLBTrainingArguments, requests: Sequence[KernelRequest], mesh: ParallelMesh) -> None:
-        chosen = [choose_kernel(_in_training(request, args), args.attention_kernel) for request in requests]
+    def __init__(self, args: WLBTrainingArguments, layers: Sequence[LayerAttention], mesh: ParallelMesh) -> None:
+        requests = list(dict.fromkeys(_in_training(layer.request, args) for layer in layers))
+        with failing_together():
+            chosen = [choose_kernel(request, args.attention_kernel) for request in requests]
         self.kernels = tuple(dict.fromkeys(kernel.name for kernel in chosen))
         self.meter = KernelMeter() if mesh.cp_size > 1 else None
         regather = args.regather_key_values
@@ -53,13 +56,36 @@ class TrainerAttention:
             "deterministic": args.full_determinism,
         }
         if mesh.cp_size > 1:
-            _compare(settings)
+            verify_settings(self._compared(args, layers, requests, settings["regather"]))
             settings["exchange"] = ProcessGroupExchange(mesh.cp_group)
         # Layers that need different kernels choose for themselves in every call.
         kernel = chosen[0] if len(self.kernels) == 1 else None
         self._training = AttentionContext(kernel=kernel, meter=self.meter, **settings)
         self._evaluation = replace(self._training, kernel=_in_evaluation(kernel, args), meter=None)
         self._device = args.device
+
+    def _compared(
+        self,
+        args: WLBTrainingArguments,
+        layers: Sequence[LayerAttention],
+        requests: Sequence[KernelRequest],
+        regather: bool,
+    ) -> dict[str, object]:
+        """Settings that must be the same: else ranks would exchange other things, or at other times, and wait for ever."""
+        shapes = Counter(layer.shape for layer in layers)
+        types = dict.fromkeys(str(request.dtype).removeprefix("torch.") for request in requests)
+        return {
+            "gradient_checkpointing": bool(args.gradient_checkpointing),
+            "regather_key_values": regather,
+            "kv_head_groups": args.kv_head_groups,
+            "full_determinism": args.full_determinism,
+            "attention_kernel": " and ".join(self.kernels),
+            "the type to train in, by bf16, fp16 and the model": " and ".join(types),
+            "bf16_full_eval": args.bf16_full_eval,
+            "fp16_full_eval": args.fp16_full_eval,
+            "label_smoothing_factor": args.label_smoothing_factor,
+            "the model's attention": ", ".join(f"{count} layers of {shape}" for shape, count in shapes.items()),
+        }
 
     def plan_of(self, inputs: dict[str, Any], training: bool) -> dict[str, Any]:
         """Take the plan out of a collated micro-batch, before it goes to the device.
@@ -91,9 +117,3 @@ def _in_evaluation(kernel: AttentionKernel | None, args: WLBTrainingArguments) -
     """The same kernel, unless the whole model is cast to another type, for which the fastest may be another one."""
     cast = args.bf16_full_eval or args.fp16_full_eval
     return None if cast and args.attention_kernel is None else kernel
-
-
-def _compare(settings: dict[str, Any]) -> None:
-    """Ranks with other settings would exchange other things, and wait for each other for ever."""
-    digest = zlib.crc32(repr(sorted(settings.items())).encode())
-    verify_agreement(digest, "kv_head_groups, regather_key_values and full_determinism (compared by a checksum)")

@@ -16,7 +16,7 @@ from hf_wlb.attention import document_attention_enabled
 from hf_wlb.data import WLBDataLoader
 from hf_wlb.data.documents import IGNORE_INDEX
 from hf_wlb.packing import PackingConfig
-from hf_wlb.parallel import ParallelMesh
+from hf_wlb.parallel import ParallelMesh, verify_settings
 from hf_wlb.sharding import ShardPlan, unshard_order
 from hf_wlb.workload import WorkloadModel
 
@@ -105,6 +105,8 @@ class PlannedEvaluation(Trainer):
         """Trainer's loop; the loss is the mean over all tokens instead of a mean of means."""
         self._token_mean, start = TokenMean(), time.perf_counter()
         if self.mesh.cp_size > 1:
+            loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+            verify_settings({"whether to predict, by compute_metrics and prediction_loss_only": not loss_only})
             self.gather_function = self._gather_from_replicas
         with document_attention_enabled(self._causal_lm):
             output = super().evaluation_loop(
@@ -126,6 +128,7 @@ class PlannedEvaluation(Trainer):
         if loss is not None:
             # compute_loss gives (sum on this rank / tokens on all) * ranks: the mean over ranks is exact.
             self._token_mean.add(self.accelerator.reduce(loss.detach().clone(), "mean"), self._num_items)
+            loss = self.mesh.shard_mean(loss)  # of the micro-batch, as include_for_metrics=["loss"] has it
         if "wlb_info" in inputs and not prediction_loss_only:
             plan: ShardPlan = inputs["wlb_info"].plan
             if not isinstance(logits, torch.Tensor):

@@ -36,7 +36,7 @@ class ShardWindow:
 
     def add(self, micro_batches: Iterable[ShardInfo]) -> None:
         """Takes the micro-batches of a step in, which is about to be trained."""
-        self._seconds += self._meter.take()  # of the steps before, so that measurements do not pile up
+        self._seconds += self._meter.drain()  # of the steps before, so that measurements do not pile up
         self._steps += 1
         for info in micro_batches:
             predicted = info.plan.predicted

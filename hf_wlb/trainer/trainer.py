@@ -25,11 +25,11 @@ from hf_wlb.accounting import (
     read_planner_state,
     save_planner_state,
 )
-from hf_wlb.attention import KernelRequest, check_isolation, document_attention_enabled
+from hf_wlb.attention import LayerAttention, check_isolation, document_attention_enabled
 from hf_wlb.callbacks import WLBProgressCallback
 from hf_wlb.data import StreamingPackedDataset, WLBDataCollator, WLBDataLoader
 from hf_wlb.packing import PackingConfig
-from hf_wlb.parallel import ParallelMesh, verify_agreement
+from hf_wlb.parallel import ParallelMesh, failing_together, verify_agreement
 from hf_wlb.sharding import Sharder
 from hf_wlb.trainer.attention import TrainerAttention
 from hf_wlb.trainer.evaluation import PlannedEvaluation
@@ -68,7 +68,8 @@ class WLBTrainer(PlannedEvaluation):
         attention_kernels: Names of the kernels that the model's layers attend with.
 
     Raises:
-        ValueError: For a model or settings that would not be trained exactly, on every rank.
+        ValueError: For a model or settings that would not be trained exactly.
+        RuntimeError: On every other rank, if one refuses its model or settings; on all, if their settings differ.
 
     Logs (means over the steps since the last log, all replicas together): ``imbalance``, ``delay`` (steps),
     ``time_gap`` (modelled time over perfect balance), ``tokens_per_step``, ``waiting_contexts``, ``plan_ms``,
@@ -90,33 +91,31 @@ class WLBTrainer(PlannedEvaluation):
         workload: WorkloadModel | None = None,
         **kwargs: Any,
     ) -> None:
-        check_versions()
-        if not isinstance(args, WLBTrainingArguments):
-            raise ValueError(
-                "WLBTrainer needs WLBTrainingArguments (Trainer's arguments and at least context_length, the tokens "
-                f"of a micro-batch), got {type(args).__name__}"
-            )
+        with failing_together():
+            checked = _check_arguments(args)
+            device_type = checked.device.type  # joins the processes, if nothing did so before
         if data_collator is not None and not isinstance(data_collator, WLBDataCollator):
             logger.warning(
                 "WLBTrainer packs documents without padding: data_collator %s is replaced by WLBDataCollator.",
                 type(data_collator).__name__,
             )
             data_collator = None
-        self.mesh = ParallelMesh.of(args.cp_size, args.device.type)
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            **kwargs,
-        )
-        requests = self._check_model()
-        self._check_context_parallelism()
-        self.packing: PackingConfig = args.packing_config(self.mesh.dp_size)
-        self.workload = args.workload_model(self._causal_lm.config) if workload is None else workload
-        self.data_collator: Any = self._collator(data_collator)
-        self._attention = TrainerAttention(args, requests, self.mesh)
+        self.mesh = ParallelMesh.of(checked.cp_size, device_type)
+        with failing_together():
+            super().__init__(
+                model=model,
+                args=checked,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                **kwargs,
+            )
+            layers = self._check_model()
+            self._check_context_parallelism()
+            self.packing: PackingConfig = checked.packing_config(self.mesh.dp_size)
+            self.workload = checked.workload_model(self._causal_lm.config) if workload is None else workload
+            self.data_collator: Any = self._collator(data_collator)
+        self._attention = TrainerAttention(checked, layers, self.mesh)
         self.attention_kernels = self._attention.kernels
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(WLBProgressCallback)
@@ -128,7 +127,7 @@ class WLBTrainer(PlannedEvaluation):
         meter = self._attention.meter
         self._shard_window = None if meter is None else ShardWindow(self.mesh, meter)
 
-    def _check_model(self) -> list[KernelRequest]:
+    def _check_model(self) -> list[LayerAttention]:
         name = type(self._causal_lm).__name__
         if not isinstance(self._causal_lm, PreTrainedModel):
             raise ValueError(f"WLBTrainer trains causal language models of Transformers, got a {name}")
@@ -147,9 +146,9 @@ class WLBTrainer(PlannedEvaluation):
                 f"{name} adds a router loss (output_router_logits=True), a mean per micro-batch that changes with how "
                 "documents are packed. Set config.output_router_logits = False."
             )
-        requests = check_isolation(self._causal_lm)
+        layers = check_isolation(self._causal_lm)
         check_loss(self._causal_lm)
-        return requests
+        return layers
 
     def _check_context_parallelism(self) -> None:
         if self.mesh.cp_size == 1:
@@ -171,7 +170,7 @@ class WLBTrainer(PlannedEvaluation):
     def _collator(self, given: WLBDataCollator | None) -> WLBDataCollator:
         args, text_config = cast(WLBTrainingArguments, self.args), self._causal_lm.config.get_text_config()
         if given is None:
-            token = text_config.pad_token_id
+            token = getattr(text_config, "pad_token_id", None)
             given = WLBDataCollator(
                 pad_token_id=0 if token is None else token,
                 max_position_embeddings=getattr(text_config, "max_position_embeddings", None),
@@ -374,6 +373,16 @@ class _AnyEpoch:
         for first in iterator:
             return itertools.chain([first], iterator)
         return iter(self._data)  # resumed where a pass over a stream had ended
+
+
+def _check_arguments(args: TrainingArguments | None) -> WLBTrainingArguments:
+    check_versions()
+    if not isinstance(args, WLBTrainingArguments):
+        raise ValueError(
+            "WLBTrainer needs WLBTrainingArguments (Trainer's arguments and at least context_length, the tokens "
+            f"of a micro-batch), got {type(args).__name__}"
+        )
+    return args
 
 
 def check_versions() -> None:

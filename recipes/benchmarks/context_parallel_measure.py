@@ -77,7 +77,7 @@ class Bench:
 
     def sharded(self, plan: ShardPlan, context: AttentionContext) -> Run:
         """This rank's part of a plan, forward and backward with all collectives."""
-        shard = ShardTensors.of(shard_layout(plan, self.place.rank), self.place.device, plan.digest())
+        shard = ShardTensors.of(shard_layout(plan, self.place.rank), self.place.device)
         tensors = [tensor[: shard.tokens] for tensor in self._tensors]
         return attention_run(tensors, shard, context, self.shape)
 
@@ -157,7 +157,7 @@ def errors(
         layout = shard_layout(plan, place.rank)
         own = torch.from_numpy(layout.tokens).to(device)
         q, k, v = (tensor[own].requires_grad_() for tensor in inputs[:3])
-        out = attend(q, k, v, ShardTensors.of(layout, device, plan.digest()), context, shape.options)
+        out = attend(q, k, v, ShardTensors.of(layout, device), context, shape.options)
         results = (out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3][own]))
         squares = _differences(results, [tensor[own] for tensor in exact])
         error = np.sqrt(np.sum(place.gather(squares), axis=0) / norms)
@@ -203,7 +203,7 @@ def peak_memory(
     Allowed are the shard's q, k, v, output and their gradients and ``GATHERED_FACTOR`` times the keys and values of all
     sharded documents; the plan's own tensors and whatever else lies in memory are taken off.
     """
-    shard = ShardTensors.of(shard_layout(plan, place.rank), place.device, plan.digest())
+    shard = ShardTensors.of(shard_layout(plan, place.rank), place.device)
     before = torch.cuda.memory_allocated()
     tensors = shape.random(shard.tokens, shard.tokens, place.device, seed=11)
     item = shape.dtype.itemsize

@@ -41,7 +41,7 @@ def sharded_loss_and_gradients(model, rows, plan, context, labels_shifted_late=F
             shift_labels=own[None],
             num_items_in_batch=number,
             use_cache=False,
-            wlb_shard=ShardTensors.of(layout, digest=plan.digest()),
+            wlb_shard=ShardTensors.of(layout),
             wlb_context=context,
         )
     output.loss.backward()
@@ -111,7 +111,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
                     input_ids=ids,
                     position_ids=torch.from_numpy(layout.position_ids)[None, :length],
                     use_cache=False,
-                    wlb_shard=ShardTensors.of(layout, digest=plan.digest()),
+                    wlb_shard=ShardTensors.of(layout),
                     wlb_context=AttentionContext(exchange=exchange),
                 )
             sentences.append("nothing")
@@ -124,6 +124,6 @@ def test_a_wrong_plan_is_refused_on_every_rank() -> None:
     first, second = run_distributed(refusals, 2, timeout_s=60)
     for sentences in (first, second):
         assert "plans of different micro-batches or settings" in sentences[0]
-    assert "rank 1 was given a plan that does not fit its tensors" in first[1]
+    assert "rank 1 cannot attend: the plan is for a shard of" in first[1]
     assert "the plan is for a shard of" in second[1]
-    assert "rank 1 was given a plan" in first[2] and "this process is rank 1 of 2" in second[2]
+    assert "rank 1 cannot attend: the plan is for rank 0" in first[2] and "this process is rank 1 of 2" in second[2]

@@ -116,9 +116,10 @@ def evaluation(folder: str, cp_size: int = 1) -> dict[str, Any]:
     def metrics(prediction: Any) -> dict[str, float]:
         valid = prediction.label_ids[:, 1:] != -100
         right = (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]) & valid
-        return {"targets": float(valid.sum()), "right": float(right.sum())}
+        return {"targets": float(valid.sum()), "right": float(right.sum()), "losses": prediction.losses.tolist()}
 
-    trainer, _ = trainer_of(folder, eval_dataset=rows_of(EVALUATED, 1), compute_metrics=metrics, cp_size=cp_size)
+    options = {"cp_size": cp_size, "include_for_metrics": ["loss"]}
+    trainer, _ = trainer_of(folder, eval_dataset=rows_of(EVALUATED, 1), compute_metrics=metrics, **options)
     predicted = trainer.predict(rows_of(EVALUATED, 1))
     smooth, _ = trainer_of(folder, cp_size=cp_size, label_smoothing_factor=0.3)
     loss = smooth.evaluate(rows_of(EVALUATED, 1))["eval_loss"]
@@ -382,8 +383,10 @@ def test_evaluation_and_predictions_are_those_of_one_process(
         assert found["eval_targets"] == expected["eval_targets"] == sum(EVALUATED) - len(EVALUATED)
         assert found["eval_right"] == expected["eval_right"]
         assert found["predictions"].shape == (*found["labels"].shape, VOCABULARY)
+    assert len(set(expected["eval_losses"])) > 1
     for rank in two:  # one replica: the same rows
         found = rank["evaluation"]
+        assert found["eval_losses"] == pytest.approx(expected["eval_losses"], rel=EVALUATION)
         assert np.array_equal(found["labels"], expected["labels"])
         valid = expected["labels"] != -100
         np.testing.assert_allclose(found["predictions"][valid], expected["predictions"][valid], rtol=1e-4, atol=1e-5)
@@ -398,7 +401,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks: str, request: Any) -> N
         "sizes differ": "RuntimeError: The ranks do not agree on cp_size: rank",
         "strategies differ": "RuntimeError: The ranks do not agree on the plan of step 0",
         "skews differ": "RuntimeError: The ranks do not agree on the plan of step 0",
-        "groups differ": "RuntimeError: The ranks do not agree on kv_head_groups, regather_key_values",
+        "groups differ": "RuntimeError: The ranks do not agree on kv_head_groups (rank",
         "loss": "ValueError: compute_loss_func is not supported with cp_size=2",
         "inputs": "ValueError: include_for_metrics=['inputs'] is not supported with cp_size=2",
         "collator": "ValueError: This collator gives shards of rank 0 by ",

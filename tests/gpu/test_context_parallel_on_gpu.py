@@ -39,7 +39,7 @@ def _attend(context: Any, plan: Any, kv_heads: int) -> tuple[list[torch.Tensor],
     tokens = torch.from_numpy(layout.tokens)
     q, k, v, dout = (tensor[tokens].cuda() for tensor in _inputs(kv_heads))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    shard = ShardTensors.of(layout, "cuda", plan.digest())
+    shard = ShardTensors.of(layout, "cuda")
     out = attend(*leaves, shard, context, AttentionOptions(SIZE**-0.5, deterministic=context.deterministic))
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)], tokens
 

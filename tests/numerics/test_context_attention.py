@@ -65,7 +65,7 @@ def sharded(inputs: Inputs, plan: ShardPlan, options: AttentionOptions, change: 
 
     def rank_main(exchange: ThreadExchange) -> Result:
         layout = layouts[exchange.rank]
-        shard = ShardTensors.of(layout, digest=plan.digest())
+        shard = ShardTensors.of(layout)
         if change is not None:
             shard = change(shard, exchange)
         tokens = torch.from_numpy(layout.tokens)
@@ -314,3 +314,28 @@ def test_the_meter_takes_kernel_time() -> None:
     inputs = Inputs.random(300)
     sharded(inputs, per_document([300], 1), OPTIONS, meter=meter)
     assert meter.take() > 0 and meter.take() == 0
+
+
+class Event:
+    """A CUDA event at a time in milliseconds, which the GPU has come to or not."""
+
+    def __init__(self, at: float, done: bool) -> None:
+        self.at, self.done = at, done
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert self.done and end.done
+        return end.at - self.at
+
+
+def test_the_meter_can_take_what_is_done_without_waiting() -> None:
+    meter = KernelMeter()
+    events: Any = [(Event(0, True), Event(100, True)), (Event(100, True), Event(300, False))]
+    meter._events.extend(events)
+    assert meter.drain() == 0.1 and meter.drain() == 0.0 and not events[1][1].done
+    assert meter.take() == 0.2 and meter.take() == 0.0

@@ -224,12 +224,14 @@ def test_the_documentation_lists_these_families() -> None:
 
 
 def test_what_layers_ask_of_a_kernel() -> None:
-    requests = check_isolation(build(ACCEPTED["gemma2"]))
+    layers = check_isolation(build(ACCEPTED["gemma2"]))
+    requests = [layer.request for layer in layers]
     assert [(r.head_size, r.value_head_size, r.sliding_window, r.softcap, r.grouped) for r in requests] == [
         (8, 8, True, True, True),
         (8, 8, False, True, True),
     ]
-    (latent,) = check_isolation(build(ACCEPTED["deepseek_v3, latent"]))
+    assert {layer.shape for layer in layers} == {"4 heads and 2 KV heads of sizes 8 and 8"}
+    (latent,) = {layer.request for layer in check_isolation(build(ACCEPTED["deepseek_v3, latent"]))}
     assert (latent.head_size, latent.value_head_size, latent.grouped) == (16, 12, False)
 
 

@@ -16,7 +16,7 @@ from hf_wlb import WLBDataCollator, WLBTrainer
 from hf_wlb.callbacks import MetricsFileCallback, WLBProgressCallback
 from tests.support.documents import WORKLOAD
 from tests.support.oracle import in_double, loss_and_gradients, mean_loss, relative_error, worst_error
-from tests.support.tiny_llama import tiny_llama
+from tests.support.tiny_llama import VOCABULARY, tiny_llama
 from tests.support.tolerances import CHECKPOINTING, NEGATIVE_CONTROL_FACTOR, TRAINER, TRAINER_AFTER_STEPS
 from tests.support.training import LENGTHS, arguments, rows_of, train, trainer_of
 
@@ -405,3 +405,14 @@ def test_documents_beyond_the_models_positions_are_refused_before_the_first_step
         trainer.evaluate(rows)
     trainer, recorder = train(tmp_path, rows, model, context_length=64, max_document_tokens=32)
     assert sum(document.length for document in recorder.plans[0].documents) == 53
+
+
+def test_a_model_whose_config_has_no_padding_token(tmp_path: Path) -> None:
+    from transformers import CodeGenConfig, CodeGenForCausalLM
+
+    config = CodeGenConfig(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, bos_token_id=1, eos_token_id=2
+    )
+    assert not hasattr(config, "pad_token_id")
+    trainer, recorder = train(tmp_path, model=CodeGenForCausalLM(config), max_steps=1)
+    assert trainer.data_collator.pad_token_id == 0 and recorder.losses[0] > 0

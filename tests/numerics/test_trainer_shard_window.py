@@ -24,6 +24,8 @@ class Meter(KernelMeter):
     def take(self) -> float:
         return self.seconds.pop(0) if self.seconds else 0.0
 
+    drain = take
+
 
 def plan_of(*lengths: int, strategy: Any = "per_sequence") -> ShardInfo:
     return ShardInfo(Sharder(ShardingConfig(2, strategy), WORKLOAD).plan(lengths), topped_up=False)

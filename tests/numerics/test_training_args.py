@@ -61,9 +61,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "contexts": ({"max_waiting_contexts": 0.0}, "max_waiting_contexts must be positive"),
     "window": ({"window_steps": 0}, "window_steps must be a whole number of at least 1"),
     "cp": ({"cp_size": 0}, "cp_size must be a whole number of at least 1, got 0"),
-    "strategy": ({"cp_strategy": "ring"}, "strategy must be one of per_sequence, per_document, .*got 'ring'"),
-    "cp threshold": ({"cp_threshold": 8}, "threshold is for strategy='placed', but the strategy is 'adaptive'"),
-    "skew": ({"cp_max_token_skew": 1.0}, "max_token_skew must be at least 0 and below 1"),
+    "strategy": ({"cp_strategy": "ring"}, "^cp_strategy must be one of per_sequence, per_document, .*got 'ring'"),
+    "cp threshold": ({"cp_threshold": 8}, "^cp_threshold is for cp_strategy='placed', but the cp_strategy is 'ad"),
+    "skew": ({"cp_max_token_skew": 1.0}, "^cp_max_token_skew must be at least 0 and below 1"),
     "shard": (
         {"cp_size": 2, "max_tokens_per_shard": 39},
         r"micro-batches of up to 80 tokens \(S_max\) do not fit cp_size=2 processes of at most max_tokens_per_shard=39",

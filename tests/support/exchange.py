@@ -73,13 +73,13 @@ class ThreadExchange:
         own = [_rows(everyones, self) for everyones in self._share(parts.clone())]
         return DoneSum(sum(own[1:], own[0]))
 
-    def agree(self, digest: int, problem: str | None) -> None:
-        everyone = self._share((digest, problem))
-        wrong = next((text for _, text in everyone if text is not None), None)
+    def agree(self, shard: Any, call: str, problem: str | None) -> None:
+        everyone = self._share((shard.digest, call, problem))
+        wrong = next((text for *_, text in everyone if text is not None), None)
         if wrong is not None:
             raise ValueError(wrong)
-        if len({plan for plan, _ in everyone}) > 1:
-            raise ValueError("plans differ")
+        if len(set(everyone)) > 1:
+            raise ValueError(f"ranks differ: {everyone}")
 
 
 def _rows(parts: torch.Tensor, exchange: ThreadExchange) -> torch.Tensor:

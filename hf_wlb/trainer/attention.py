@@ -71,7 +71,7 @@ class TrainerAttention:
         requests: Sequence[KernelRequest],
         regather: bool,
     ) -> dict[str, object]:
-        """Settings that must be the same: else ranks would exchange other things or at other times, and hang."""
+        """What must be the same: else ranks would exchange other things, or at other times, and wait for ever."""
         shapes = Counter(layer.shape for layer in layers)
         types = dict.fromkeys(str(request.dtype).removeprefix("torch.") for request in requests)
         return {

@@ -14,14 +14,11 @@ from hf_wlb.analysis.inputs import SAMPLED_DOCUMENTS, LengthSource
 from hf_wlb.lengths import IntArray, LengthArray, RandomOrder, load_lengths, sample_lengths
 from hf_wlb.sharding import (
     SHARDING_STRATEGIES,
-    Rows,
     ShardCosts,
     Sharder,
     ShardingConfig,
     ShardPlan,
-    shard_layout,
 )
-from hf_wlb.sharding.cost import HIDDEN, WAITING
 from hf_wlb.sharding.strategies import check_micro_batch
 from hf_wlb.workload import WorkloadModel
 
@@ -205,32 +202,22 @@ def analyze_shards(
 
 
 def rank_shares(plan: ShardPlan, workload: WorkloadModel) -> tuple[RankShare, ...]:
-    """What every rank holds and does; attention is read off the rows of its calls."""
-    shares = []
+    """What every rank holds and does."""
     chunk_tokens = np.diff(plan.edges, axis=1).sum(axis=0).tolist()
-    layouts = [shard_layout(plan, rank) for rank in range(plan.cp_size)]
-    attention = [[_attention(rows, workload) for rows in (layout.local, layout.chunks)] for layout in layouts]
-    longest = max(chunks for _, chunks in attention)
-    for rank, (layout, (local, chunks)) in enumerate(zip(layouts, attention, strict=True)):
-        exchanged = layout.padded * plan.cp_size
-        exchange = float(workload.exchange(exchanged, plan.cp_size)) if exchanged else 0.0
-        shares.append(
-            RankShare(
-                local_documents=int((plan.owner == rank).sum()),
-                local_tokens=layout.local_tokens,
-                head_tokens=chunk_tokens[rank],
-                tail_tokens=chunk_tokens[2 * plan.cp_size - 1 - rank],
-                local_attention=local,
-                sharded_attention=chunks,
-                linear=float(workload.linear(len(layout.tokens))),
-                waiting=exchange - min(local, HIDDEN * exchange) + WAITING * (longest - chunks),
-            )
+    (costs,) = ShardCosts.of(plan.lengths, workload, plan.cp_size).parts([plan])
+    return tuple(
+        RankShare(
+            local_documents=int((plan.owner == rank).sum()),
+            local_tokens=int(plan.local_tokens[rank]),
+            head_tokens=chunk_tokens[rank],
+            tail_tokens=chunk_tokens[2 * plan.cp_size - 1 - rank],
+            local_attention=float(costs.local[rank]),
+            sharded_attention=float(costs.chunks[rank]),
+            linear=float(costs.linear[rank]),
+            waiting=float(costs.waiting[rank]),
         )
-    return tuple(shares)
-
-
-def _attention(rows: Rows, workload: WorkloadModel) -> float:
-    return float(workload.segment(np.diff(rows.queries), np.diff(rows.keys)).sum())
+        for rank in range(plan.cp_size)
+    )
 
 
 def work_in_unit(result: StrategyResult, scale: float) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -131,6 +132,16 @@ class ShardTensors:
     def tokens(self) -> int:
         """Tokens of the shard."""
         return self.local_tokens + self.exchanged_tokens
+
+    @cached_property
+    def overlapping_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All pairs of rows that ``overlaps`` tells of: of head chunks and of tail chunks, int64."""
+        heads, tails, counts = torch.tensor(self.overlaps, device=self.order.device).unbind(1)
+        pairs = sum(count for *_, count in self.overlaps)
+        within = torch.arange(pairs, device=self.order.device)
+        within -= (counts.cumsum(0) - counts).repeat_interleave(counts, output_size=pairs)
+        first, second = (rows.repeat_interleave(counts, output_size=pairs) + within for rows in (heads, tails))
+        return first, second
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ShardTensors:
         """The same on another device."""

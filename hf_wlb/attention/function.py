@@ -231,21 +231,10 @@ class _Call:
             for head, tail, count in overlaps:
                 gradient[tail : tail + count] += gradient[head : head + count]
         else:
-            heads, tails = self._overlapping(gradient.device)
+            heads, tails = self.shard.overlapping_rows
             gradient.index_copy_(0, tails, gradient.index_select(0, tails).add_(gradient.index_select(0, heads)))
         gradient[-1] = 0  # for keys that this rank did not read, and for padding
         return self.exchange.reduce_scatter(gradient.index_select(0, self.shard.inverse))
-
-    def _overlapping(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """All pairs of rows that ``overlaps`` tells of."""
-        first = torch.tensor(self.shard.overlaps, device=device)
-        heads, tails, counts = first.unbind(1)
-        within = torch.arange(int(sum(count for *_, count in self.shard.overlaps)), device=device)
-        within -= (counts.cumsum(0) - counts).repeat_interleave(counts, output_size=len(within))
-        return (
-            heads.repeat_interleave(counts, output_size=len(within)) + within,
-            tails.repeat_interleave(counts, output_size=len(within)) + within,
-        )
 
     def receive(self, group: _Group, reduction: _PendingSums, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Put the sums of a group's gradients where they belong; what lies behind this rank's tokens is padding."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_wlb.data.documents import IGNORE_INDEX, Tokens, read_tokens
+from hf_wlb.data.documents import IGNORE_INDEX, Tokens, join_documents, masked_document, read_tokens
 from hf_wlb.parallel import process_count
 from hf_wlb.sharding import Sharder
 
@@ -135,8 +135,7 @@ class WLBDataCollator:
 
             return shard_documents(documents, self.sharder, self.cp_rank, self.pad_token_id)
         if not documents:
-            dummy = np.full(_DUMMY_TOKENS, self.pad_token_id, dtype=np.int64)
-            documents = [Tokens(dummy, np.full_like(dummy, IGNORE_INDEX))]
+            documents = [masked_document(_DUMMY_TOKENS, self.pad_token_id)]
         return _flatten(documents)
 
     def _check_length(self, length: int, place: int) -> None:
@@ -154,10 +153,8 @@ class WLBDataCollator:
 
 
 def _flatten(documents: Sequence[Tokens]) -> dict[str, Any]:
-    lengths = [len(document.input_ids) for document in documents]
+    lengths, input_ids, labels = join_documents(documents)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    input_ids = np.concatenate([document.input_ids for document in documents])
-    labels = np.concatenate([d.input_ids if d.labels is None else d.labels for d in documents])
     labels[bounds[:-1]] = IGNORE_INDEX  # nothing of its own document precedes it
     positions = np.arange(bounds[-1], dtype=np.int64) - np.repeat(bounds[:-1], lengths)
     cu_seq_lens = torch.from_numpy(bounds.astype(np.int32))
@@ -167,8 +164,8 @@ def _flatten(documents: Sequence[Tokens]) -> dict[str, Any]:
         "position_ids": torch.from_numpy(positions)[None],
         "cu_seq_lens_q": cu_seq_lens,
         "cu_seq_lens_k": cu_seq_lens.clone(),
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
+        "max_length_q": int(lengths.max()),
+        "max_length_k": int(lengths.max()),
         "use_cache": False,
     }
 

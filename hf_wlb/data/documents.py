@@ -62,6 +62,20 @@ class Tokens(NamedTuple):
         return {"input_ids": self.input_ids, "labels": self.labels}
 
 
+def masked_document(tokens: int, pad_token_id: int) -> Tokens:
+    """A document of padding, none of which is a target."""
+    dummy = np.full(tokens, pad_token_id, dtype=np.int64)
+    return Tokens(dummy, np.full_like(dummy, IGNORE_INDEX))
+
+
+def join_documents(documents: Sequence[Tokens]) -> tuple[IntArray, IntArray, IntArray]:
+    """Lengths, and the ``input_ids`` and labels (not shifted) of documents one after the other, as copies."""
+    lengths = np.array([len(document.input_ids) for document in documents], dtype=np.int64)
+    input_ids = np.concatenate([document.input_ids for document in documents])
+    labels = np.concatenate([d.input_ids if d.labels is None else d.labels for d in documents])
+    return lengths, input_ids, labels
+
+
 def read_tokens(row: Any, name: str) -> Tokens:
     """Take the tokens out of a row, after checking it.
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_wlb.attention import ShardTensors
-from hf_wlb.data.documents import IGNORE_INDEX, Tokens
+from hf_wlb.data.documents import Tokens, join_documents, masked_document
 from hf_wlb.sharding import Sharder, ShardPlan, shard_layout, shift_labels
 
 
@@ -39,11 +38,8 @@ def shard_documents(documents: Sequence[Tokens], sharder: Sharder, cp_rank: int,
     cp_size = sharder.config.cp_size
     topped_up = sum(len(document.input_ids) for document in documents) < cp_size
     if topped_up:
-        dummy = np.full(2 * cp_size, pad_token_id, dtype=np.int64)
-        documents = [*documents, Tokens(dummy, np.full_like(dummy, IGNORE_INDEX))]
-    lengths = np.array([len(document.input_ids) for document in documents], dtype=np.int64)
-    input_ids = np.concatenate([document.input_ids for document in documents])
-    labels = np.concatenate([d.input_ids if d.labels is None else d.labels for d in documents])
+        documents = [*documents, masked_document(2 * cp_size, pad_token_id)]
+    lengths, input_ids, labels = join_documents(documents)
     plan = sharder.plan(lengths)
     layout = shard_layout(plan, cp_rank)
     targets = torch.from_numpy(shift_labels(labels, lengths)[layout.tokens])[None]

@@ -25,6 +25,28 @@ that take 8 ms less than the others' lost 2 ms of attention.
 """
 
 
+@dataclass(frozen=True, eq=False)
+class RankCosts:
+    """What the ranks do under a plan, each ``[cp_size]``.
+
+    Attributes:
+        local: Attention of local documents.
+        chunks: Attention of chunks.
+        linear: Work that goes by tokens.
+        waiting: The exchange, but for what local documents hide of it, and for ranks with more to do on chunks.
+    """
+
+    local: FloatArray
+    chunks: FloatArray
+    linear: FloatArray
+    waiting: FloatArray
+
+    @property
+    def total(self) -> FloatArray:
+        """All of it."""
+        return self.local + self.chunks + self.waiting + self.linear
+
+
 @dataclass(frozen=True)
 class ShardCosts:
     """Prices of one micro-batch, computed once for all plans that are compared.
@@ -63,27 +85,30 @@ class ShardCosts:
         """Gathering the keys and values of so many tokens and reducing their gradients."""
         return float(self.workload.exchange(tokens, self.cp_size))
 
+    def parts(self, plans: Sequence[ShardPlan]) -> list[RankCosts]:
+        """What every rank does under every plan."""
+        if not plans:
+            return []
+        chunks = self.chunks(np.concatenate([plan.edges for plan in plans]))
+        found, first = [], 0
+        for plan in plans:
+            last = first + len(plan.edges)
+            by_chunk = chunks[first:last].sum(axis=0)
+            first = last
+            own: FloatArray = by_chunk[: self.cp_size] + by_chunk[: self.cp_size - 1 : -1]
+            local = plan.owner != SHARDED
+            whole = np.bincount(plan.owner[local], self.whole[local], self.cp_size).astype(np.float64)
+            exchange = self.exchange(int(plan.exchanged_tokens.max()) * self.cp_size) if len(plan.edges) else 0.0
+            waiting = exchange - np.minimum(whole, HIDDEN * exchange) + WAITING * (own.max() - own)
+            found.append(RankCosts(whole, own, np.multiply(self.linear, plan.tokens, dtype=np.float64), waiting))
+        return found
+
     def predict(self, plans: Sequence[ShardPlan]) -> FloatArray:
         """Workload of every rank under every plan, ``[plans, cp_size]``.
 
         Attention on local documents hides the gathers, as far as it lasts; the rest of the exchange comes on top.
         """
-        if not plans:
-            return np.zeros((0, self.cp_size))
-        chunks = self.chunks(np.concatenate([plan.edges for plan in plans]))
-        times, first = [], 0
-        for plan in plans:
-            last = first + len(plan.edges)
-            by_chunk = chunks[first:last].sum(axis=0)
-            first = last
-            own = by_chunk[: self.cp_size] + by_chunk[: self.cp_size - 1 : -1]
-            local = plan.owner != SHARDED
-            whole = np.bincount(plan.owner[local], self.whole[local], self.cp_size)
-            exchange = self.exchange(int(plan.exchanged_tokens.max()) * self.cp_size) if len(plan.edges) else 0.0
-            hidden = np.minimum(whole, HIDDEN * exchange)
-            waiting = WAITING * (own.max() - own)
-            times.append(whole + own + exchange - hidden + waiting + self.linear * plan.tokens)
-        return np.stack(times)
+        return np.array([parts.total for parts in self.parts(plans)]).reshape(-1, self.cp_size)
 
     def price(self, plans: Sequence[ShardPlan]) -> list[ShardPlan]:
         """The plans, each with its prediction."""

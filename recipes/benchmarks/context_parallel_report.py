@@ -19,6 +19,7 @@ from context_parallel_cases import (
     K,
 )
 from numpy.typing import NDArray
+from readme_table import between_marks
 from rich.box import SIMPLE
 from rich.table import Table
 
@@ -331,12 +332,5 @@ def _footnote(environment: Mapping[str, Any]) -> str:
 
 
 def with_table(readme: str, table: str) -> str:
-    """README's text with the table between its marks replaced.
-
-    Raises:
-        ValueError: The marks are missing.
-    """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README.md has no place for the table: put the lines {BEGIN} and {END} where it should go")
-    head, rest = readme.split(BEGIN)
-    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+    """README's text with this benchmark's table replaced; see ``between_marks``."""
+    return between_marks(readme, table, BEGIN, END)

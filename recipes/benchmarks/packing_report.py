@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import scipy
 from packing_cases import CONTEXT, CROSSOVER, PAPER, QUEUES, WLB_S_MAX
+from readme_table import between_marks
 from rich.table import Table
 
 import hf_wlb
@@ -251,15 +252,8 @@ def _speedup(r: dict[str, Any]) -> str:
 
 
 def with_table(readme: str, table: str) -> str:
-    """README's text with the table between its marks replaced.
-
-    Raises:
-        ValueError: The marks are missing.
-    """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README.md has no place for the table: put the lines {BEGIN} and {END} where it should go")
-    head, rest = readme.split(BEGIN)
-    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+    """README's text with this benchmark's table replaced; see ``between_marks``."""
+    return between_marks(readme, table, BEGIN, END)
 
 
 def result_line(name: str, table: list[dict[str, Any]], large: list[dict[str, Any]]) -> dict[str, Any]:

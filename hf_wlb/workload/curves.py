@@ -123,7 +123,7 @@ class SegmentTable:
     [7000, 10000, 0]
     """
 
-    _PER_OCTAVE = 16
+    _PER_OCTAVE = 32
 
     def __init__(self, seconds: Callable[[FloatArray, FloatArray], FloatArray], longest: int) -> None:
         self._last = int(np.ceil(np.log2(longest) * self._PER_OCTAVE)) - 1

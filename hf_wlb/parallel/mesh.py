@@ -1,27 +1,31 @@
-"""Which ranks do what: data-parallel replicas, each of them several context-parallel ranks.
+"""Which ranks do what: the place of this process among replicas, context-parallel and tensor-parallel ranks.
 
-The mesh has the axes ``dp`` and ``cp``, from the outside in, so that context-parallel ranks, who exchange keys and
-values in every layer, are neighbours on one machine. With 4 processes and ``cp_size=2``:
+The mesh has the axes ``dp_replicate``, ``pp``, ``dp_shard``, ``cp``, ``tp``, from the outside in, so that ranks that
+talk most are neighbours on one machine. With 8 processes, ``cp_size=2`` and ``tp_size=2``:
 
-    rank    0  1  2  3
-    dp      0  0  1  1      which replica: ranks that read the same micro-batches
-    cp      0  1  0  1      which shard of each micro-batch
+    rank    0  1  2  3  4  5  6  7
+    dp      0  0  0  0  1  1  1  1      which replica: ranks that read the same micro-batches
+    cp      0  0  1  1  0  0  1  1      which shard of each micro-batch
+    tp      0  1  0  1  0  1  0  1      which part of every matrix
 
-Who uses what: the data loader ``dp_rank`` and ``dp_size``, the collator ``cp_rank``, attention ``cp_group``. The loss
-and the gradients are summed over all ranks, because every token is on exactly one of them.
+Who uses what: the data loader ``dp_rank`` and ``dp_size``, the collator ``cp_rank``, attention ``cp_group``, the matrix
+products ``tp_group``. The loss and the gradients are summed over ``dp`` and ``cp``, because every token is on exactly
+one of these ranks; parameters are split over ``dp_shard`` and ``cp`` where they are sharded (FSDP2), and every matrix
+over ``tp``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from hf_wlb.parallel.agreement import verify_agreement
 from hf_wlb.parallel.collectives import all_gather, group_device, process_count
+from hf_wlb.parallel.mesh_config import WLBParallelismConfig
+from hf_wlb.parallel.sizes import ParallelSizes
 
 
 @dataclass(frozen=True)
@@ -29,47 +33,92 @@ class ParallelMesh:
     """This process's place.
 
     Attributes:
-        dp_size: Data-parallel replicas.
-        cp_size: Ranks that share every micro-batch of a replica.
+        sizes: Of all axes.
         dp_rank: The replica that this process belongs to.
-        cp_rank: The shard of it that this process holds.
-        cp_group: The ranks of the replica; None where ``cp_size`` is 1.
+        cp_rank: The shard of a micro-batch that this process holds.
+        tp_rank: The part of a matrix that this process holds.
+        device_mesh: torch's; None in a single process.
     """
 
-    dp_size: int
-    cp_size: int
-    dp_rank: int
-    cp_rank: int
-    cp_group: dist.ProcessGroup | None = None
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    dp_rank: int = 0
+    cp_rank: int = 0
+    tp_rank: int = 0
+    device_mesh: DeviceMesh | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, cp_size: int, device_type: str) -> ParallelMesh:
-        """Lays the mesh over all processes, which must call this together.
+    def of(cls, sizes: ParallelSizes, device_type: str) -> ParallelMesh:
+        """Lays the mesh over all processes, which must call this together and with the same sizes.
 
         Args:
-            cp_size: Ranks that share a micro-batch.
+            sizes: Their product is the number of processes, see ``ParallelSizes.of``.
             device_type: ``"cuda"``, ``"cpu"``, ...
 
-        Raises:
-            RuntimeError: On every rank, if their sizes differ.
-            ValueError: On every rank, if ``cp_size`` does not divide the number of processes.
-
-        >>> ParallelMesh.of(1, "cpu")
-        ParallelMesh(dp_size=1, cp_size=1, dp_rank=0, cp_rank=0, cp_group=None)
+        >>> ParallelMesh.of(ParallelSizes(), "cpu").dp_size
+        1
         """
-        world_size = process_count()
-        verify_agreement(cp_size, "cp_size")  # first: some sizes may divide and others not
-        check_cp_size(cp_size, world_size)
-        if cp_size == 1:  # needs no groups of its own
-            return cls(world_size, 1, dist.get_rank() if world_size > 1 else 0, 0)
-        mesh = init_device_mesh(device_type, (world_size // cp_size, cp_size), mesh_dim_names=("dp", "cp"))
-        return cls(
-            dp_size=mesh["dp"].size(),
-            cp_size=mesh["cp"].size(),
-            dp_rank=mesh.get_local_rank("dp"),
-            cp_rank=mesh.get_local_rank("cp"),
-            cp_group=mesh.get_group("cp"),
-        )
+        return cls.from_config(WLBParallelismConfig(sizes=sizes), device_type)
+
+    @classmethod
+    def from_config(cls, config: WLBParallelismConfig, device_type: str) -> ParallelMesh:
+        """The place in a mesh that an ``Accelerator`` may have built already; see ``of``."""
+        mesh: DeviceMesh | None = config.get_device_mesh(device_type)
+
+        def rank(axis: str) -> int:
+            return 0 if mesh is None or axis not in config.sizes.active else mesh.get_local_rank(axis)
+
+        replica = rank("dp_replicate") * config.sizes.dp_shard + rank("dp_shard")
+        return cls(config.sizes, replica, rank("cp"), rank("tp"), mesh)
+
+    @property
+    def dp_size(self) -> int:
+        """Replicas."""
+        return self.sizes.dp
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share every micro-batch of a replica."""
+        return self.sizes.cp
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share every matrix."""
+        return self.sizes.tp
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share this one's micro-batches; None where it is alone."""
+        return self._group("cp", self.cp_size)
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share this one's matrices; None where it is alone."""
+        return self._group("tp", self.tp_size)
+
+    @property
+    def token_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which losses and gradients are summed; None where it is alone."""
+        return self._group("dp_cp", self.dp_size * self.cp_size)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which parameters are sharded, where they are; None where it is alone."""
+        return self._group("dp_shard_cp", self.sizes.dp_shard * self.cp_size)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """[dp_shard x cp], or [dp_replicate, dp_shard x cp], for ``fully_shard``."""
+        assert self.device_mesh is not None
+        outer = ("dp_replicate",) if self.sizes.dp_replicate > 1 else ()
+        return self.device_mesh[(*outer, "dp_shard_cp")]
+
+    def communication_device(self, device: torch.device) -> torch.device:
+        """Where tensors must be to reach other ranks: there, unless offloading keeps them on the CPU."""
+        talks = "cpu" if self.device_mesh is None else self.device_mesh.device_type
+        return device if talks == device.type or self.device_mesh is None else torch.device(talks)
+
+    def _group(self, name: str, size: int) -> dist.ProcessGroup | None:
+        return None if size == 1 or self.device_mesh is None else self.device_mesh[name].get_group()
 
     def gather_shards(self, shard: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """All shards of this replica, one after the other in the order of ranks; its ranks must call this together.
@@ -97,33 +146,6 @@ class ParallelMesh:
         total = value.detach().clone()
         dist.all_reduce(total, group=self.cp_group)
         return total / self.cp_size
-
-
-def check_cp_size(cp_size: int, processes: int) -> None:
-    """Refuses a number of context-parallel ranks that the processes cannot be dealt to.
-
-    Raises:
-        ValueError: Saying what would do.
-
-    >>> check_cp_size(3, 4)
-    Traceback (most recent call last):
-    ValueError: cp_size=3 does not divide the 4 processes; set it to 1, 2 or 4, or start another number of processes.
-    """
-    if cp_size < 1:
-        raise ValueError(f"cp_size must be a whole number of at least 1, got {cp_size!r}.")
-    if processes % cp_size == 0:
-        return
-    if processes == 1:
-        raise ValueError(
-            f"cp_size={cp_size} does not divide the 1 process that runs; start {cp_size} of them, or a multiple "
-            f"(accelerate launch --num_processes {cp_size}, or torchrun --nproc_per_node {cp_size}), or set cp_size=1."
-        )
-    able = [str(size) for size in range(1, processes + 1) if processes % size == 0]
-    listed = f"{', '.join(able[:-1])} or {able[-1]}"
-    raise ValueError(
-        f"cp_size={cp_size} does not divide the {processes} processes; set it to {listed}, or start another number of "
-        "processes."
-    )
 
 
 def gather_figures(figures: Sequence[float]) -> list[list[float]]:

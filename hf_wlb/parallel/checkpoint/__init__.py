@@ -1,0 +1,40 @@
+"""Checkpoints that do not depend on how a run is split.
+
+Weights are an ordinary Hugging Face checkpoint and the optimizer's state lies beside it by parameter name, so that any
+number of processes, split in any way, can go on from it. ``regions`` says which part of a tensor a process holds,
+``files`` writes whole tensors and ``reading`` reads parts of them; ``names``, ``weights``, ``adapters`` and
+``optimizer`` say what is in the files.
+
+No process ever holds more than one file's tensors and the tensor that is being put together.
+"""
+
+from hf_wlb.parallel.checkpoint.adapters import gather_adapters, load_adapters
+from hf_wlb.parallel.checkpoint.files import MOST_BYTES_PER_FILE, write_json
+from hf_wlb.parallel.checkpoint.names import can_save_in_parts, check_names
+from hf_wlb.parallel.checkpoint.optimizer import (
+    ELEMENTWISE_OPTIM_NAMES,
+    check_optimizer,
+    has_optimizer,
+    load_optimizer,
+    save_optimizer,
+    saved_by_name,
+)
+from hf_wlb.parallel.checkpoint.weights import has_weights, load_weights, save_weights
+
+__all__ = [
+    "ELEMENTWISE_OPTIM_NAMES",
+    "MOST_BYTES_PER_FILE",
+    "can_save_in_parts",
+    "check_names",
+    "check_optimizer",
+    "gather_adapters",
+    "has_optimizer",
+    "has_weights",
+    "load_adapters",
+    "load_optimizer",
+    "load_weights",
+    "save_optimizer",
+    "save_weights",
+    "saved_by_name",
+    "write_json",
+]

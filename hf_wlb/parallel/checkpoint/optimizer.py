@@ -1,0 +1,288 @@
+"""Optimizer state by parameter name: the same files for every split, a single process included.
+
+``optimizer-00001-of-00002.safetensors`` and so on hold whole tensors called ``<parameter>.<state>``, such as
+``model.norm.weight.exp_avg``; ``optimizer.safetensors.index.json`` holds the hyper-parameters of every group with the
+names of its parameters, and states that are Python numbers. Names are those of the model in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import optim
+
+from hf_wlb.parallel.checkpoint.files import MOST_BYTES_PER_FILE, Naming, Part, write_tensors
+from hf_wlb.parallel.checkpoint.names import named_parameters
+from hf_wlb.parallel.checkpoint.reading import TensorFiles, listed
+from hf_wlb.parallel.checkpoint.regions import gather_whole, held, held_ranges, whole_shape
+from hf_wlb.parallel.parameter_layout import ParameterLayout
+
+STATE = Naming("optimizer", single=False)
+
+#: Every element of a parameter is updated by itself: parts of it can be updated by themselves, too.
+_ELEMENTWISE = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+#: Those of them that ``TrainingArguments.optim`` names.
+ELEMENTWISE_OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+#: How an update is computed, which is this run's business; not what it computes.
+_OWN_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+def saved_by_name(optimizer: Any) -> bool:
+    """Whether the state of an optimizer can be written by parameter name, and read under another split.
+
+    >>> saved_by_name(optim.SGD([torch.zeros(1, requires_grad=True)]))
+    True
+    """
+    return type(_inner(optimizer)) in _ELEMENTWISE
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses an optimizer that would compute something else from parts of parameters than from whole ones.
+
+    Args:
+        optimizer: Or its class, or what ``TrainingArguments.optim`` says.
+
+    Raises:
+        ValueError: Naming those that can be used.
+
+    >>> check_optimizer("adamw_torch_fused")
+    >>> check_optimizer("adafactor")
+    Traceback (most recent call last):
+    ValueError: the optimizer adafactor is not supported where parameters are split (fsdp, or tp_size above 1): ...
+    """
+    if isinstance(optimizer, str):
+        name, allowed = optimizer, optimizer in ELEMENTWISE_OPTIM_NAMES
+    else:
+        kind = optimizer if isinstance(optimizer, type) else type(_inner(optimizer))
+        name, allowed = kind.__name__, kind in _ELEMENTWISE
+    if not allowed:
+        raise ValueError(
+            f"the optimizer {name} is not supported where parameters are split (fsdp, or tp_size above 1): it looks at "
+            "whole matrices, or keeps state of another shape than the parameters. Set optim to one of "
+            f"{', '.join(ELEMENTWISE_OPTIM_NAMES)}, or pass an optimizer of torch.optim that treats every element by "
+            "itself."
+        )
+
+
+def has_optimizer(folder: str) -> bool:
+    """Whether a checkpoint holds optimizer state by parameter name."""
+    return os.path.isfile(os.path.join(folder, STATE.index))
+
+
+def save_optimizer(
+    optimizer: Any,
+    model: torch.nn.Module,
+    layout: ParameterLayout,
+    folder: str,
+    *,
+    leads: bool,
+    most_bytes: int = MOST_BYTES_PER_FILE,
+) -> None:
+    """Writes the state of an optimizer; all processes must call this together, and leave together.
+
+    Args:
+        optimizer: One that ``saved_by_name``.
+        model: The model that it trains.
+        layout: How the model's parameters are split.
+        folder: The checkpoint.
+        leads: See ``write_tensors``.
+        most_bytes: In a file, unless one tensor alone is larger.
+
+    Raises:
+        ValueError: If the optimizer updates parameters that are not the model's, or has state of an unknown shape.
+        OSError: If this process could not write its files; the others raise a RuntimeError.
+    """
+    inner = _inner(optimizer)
+    groups, parts, numbers = [], list[Part](), dict[str, int | float]()
+    for group, parameters in _named_groups(inner, model):
+        options = {name: _plain_option(value) for name, value in group.items() if name not in _OWN_OPTIONS}
+        groups.append({**options, "params": list(parameters)})
+        for name, parameter in parameters.items():
+            for key, value in sorted(inner.state.get(parameter, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    parts.append(_part(layout, name, key, value, parameter))
+                elif value is not None:
+                    numbers[f"{name}.{key}"] = value
+    write_tensors(
+        parts,
+        folder,
+        STATE,
+        leads=leads,
+        describe=lambda weight_map, size: {
+            "metadata": {"optimizer": type(inner).__name__, "total_size": size},
+            "param_groups": groups,
+            "numbers": numbers,
+            "weight_map": weight_map,
+        },
+        most_bytes=most_bytes,
+    )
+
+
+def load_optimizer(optimizer: Any, model: torch.nn.Module, layout: ParameterLayout, folder: str) -> None:
+    """Reads this process's part of an optimizer's state, and the groups' hyper-parameters; no communication.
+
+    Args:
+        optimizer: Of the class that was saved; it may be empty.
+        model: The model that it trains.
+        layout: How the model's parameters are split.
+        folder: The checkpoint.
+
+    Raises:
+        ValueError: If files are damaged, or the optimizer or its parameters are others than the saved ones.
+    """
+    inner, files = _inner(optimizer), TensorFiles(folder, STATE)
+    saved = _Saved.of(files)
+    if saved.optimizer != type(inner).__name__:
+        raise ValueError(
+            f"{folder} was written by the optimizer {saved.optimizer}, and this run's is {type(inner).__name__}. Set "
+            "optim as it was."
+        )
+    groups = list(_named_groups(inner, model))
+    differing = sorted({name for _, parameters in groups for name in parameters} ^ saved.group_of.keys())
+    if differing:
+        raise ValueError(
+            f"the optimizer's parameters are not those of {folder}: they differ in {listed(differing)}. Train the same "
+            "parameters as before."
+        )
+    for place, (group, parameters) in enumerate(groups):
+        saved.restore(group, parameters, place)
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for name, parameter in parameters.items():
+            state = {
+                key: _state(layout, name, parameter, files, full, on_device)
+                for key, full in saved.tensors.get(name, {}).items()
+            }
+            if state or name in saved.numbers:
+                inner.state[parameter] = {**state, **saved.numbers.get(name, {})}
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What the index says: the groups' options, and by parameter name its group's and its states."""
+
+    optimizer: str
+    groups: Sequence[Mapping[str, Any]]
+    group_of: Mapping[str, Mapping[str, Any]]
+    tensors: Mapping[str, Mapping[str, str]]
+    numbers: Mapping[str, Mapping[str, int | float]]
+
+    @classmethod
+    def of(cls, files: TensorFiles) -> _Saved:
+        try:
+            index = files.index
+            groups = [{key: of for key, of in group.items() if key != "params"} for group in index["param_groups"]]
+            members = zip(groups, index["param_groups"], strict=True)
+            group_of = {name: options for options, group in members for name in group["params"]}
+            numbers, name_of = dict(index["numbers"]), str(index["metadata"]["optimizer"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            path = os.path.join(files.folder, STATE.index)
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}: {error}). Take another checkpoint."
+            ) from error
+        return cls(name_of, groups, group_of, _by_parameter({key: key for key in files.files}), _by_parameter(numbers))
+
+    def restore(self, group: dict[str, Any], parameters: Collection[str], place: int) -> None:
+        """Gives a group the options that its parameters had; one without any, those of the group in its place."""
+        options = [self.group_of[name] for name in parameters] or list(self.groups[place : place + 1])
+        if any(other != options[0] for other in options):
+            raise ValueError(
+                f"{listed(list(parameters))} had different hyper-parameters when they were saved, and share a group "
+                "now. Build the optimizer's groups as they were."
+            )
+        for name, value in (options[0] if options else {}).items():
+            now = group.get(name)
+            if isinstance(now, torch.Tensor):
+                now.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(now, tuple) else value
+
+
+def _inner(optimizer: Any) -> Any:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _by_parameter(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        name, _, state = key.rpartition(".")
+        found.setdefault(name, {})[state] = value
+    return found
+
+
+def _named_groups(inner: Any, model: torch.nn.Module) -> Iterable[tuple[dict[str, Any], dict[str, torch.nn.Parameter]]]:
+    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+    for group in inner.param_groups:
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise ValueError(
+                "the optimizer updates parameters that are not the model's. Make it after the trainer has split the "
+                "model: set optim, or override create_optimizer, instead of passing optimizers=..."
+            )
+        yield group, {names[id(parameter)]: parameter for parameter in group["params"]}
+
+
+def _plain_option(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return [_plain_option(of) for of in value] if isinstance(value, tuple | list) else value
+
+
+def _is_scalar(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return value.ndim == 0 and parameter.ndim > 0
+
+
+def _part(layout: ParameterLayout, name: str, key: str, value: torch.Tensor, parameter: torch.Tensor) -> Part:
+    full, scalar = f"{name}.{key}", _is_scalar(value, parameter)
+    if not scalar and value.shape != parameter.shape:
+        raise ValueError(
+            f"the optimizer's {key} of {name} is {list(value.shape)} and the parameter {list(parameter.shape)}: only "
+            "state of the parameter's shape, or single numbers, can be saved by name."
+        )
+
+    def gather(keep: bool) -> Mapping[str, torch.Tensor]:
+        if scalar:
+            return {full: value.detach().to("cpu")} if keep else {}
+        whole = gather_whole(layout, name, value, keep)
+        return {} if whole is None else {full: whole}
+
+    shape = torch.Size() if scalar else whole_shape(layout, name, value)
+    return Part({full: torch.empty(shape, dtype=value.dtype, device="meta")}, gather)
+
+
+def _state(
+    layout: ParameterLayout, name: str, parameter: torch.Tensor, files: TensorFiles, key: str, on_device: bool
+) -> torch.Tensor:
+    """This process's part of one state, laid out as the parameter is."""
+    shape, expected = files.shape(key), whole_shape(layout, name, parameter)
+    if shape == () and parameter.ndim > 0:
+        number = files.read(key)
+        assert number is not None
+        return number.to(parameter.device) if on_device else number
+    if shape != expected:
+        raise ValueError(
+            f"{key} is {list(shape)} in {files.folder}, but the parameter is {list(expected)}. Take the checkpoint of "
+            "a model of the same configuration."
+        )
+    part = files.read(key, held_ranges(layout, name, parameter))
+    state = torch.zeros_like(parameter, dtype=files.dtype(key), requires_grad=False)
+    if part is not None:
+        held(state).copy_(part)
+    return state

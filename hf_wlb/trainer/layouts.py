@@ -1,0 +1,61 @@
+"""Going on with a plan under another layout: the same micro-batches in a step, dealt to other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hf_wlb.data import WLBDataLoader
+from hf_wlb.packing import PackingConfig, StepPlanner
+
+
+def under_this_layout(state: Mapping[str, Any], data: Any) -> dict[str, Any]:
+    """A data loader's state at the end of a step, as a loader of other ``dp_size`` and accumulation can go on from it.
+
+    The step that was handed out is planned again as it was, so that no document is trained twice or left out. Which
+    documents come together afterwards may depend on the layout (``steady``); each of them still comes exactly once.
+
+    Args:
+        state: What ``state_dict`` gave, of a loader or of a stream.
+        data: The loader, or stream, that is to go on.
+
+    Returns:
+        The state itself where the layouts are the same, or where ``load_state_dict`` will say what is wrong with it.
+
+    Raises:
+        ValueError: If a step would have another number of micro-batches, or the data are a stream.
+    """
+    planned = state.get("planner")
+    saved = planned.get("config") if isinstance(planned, Mapping) else None
+    now: PackingConfig = data.config
+    if not isinstance(planned, Mapping) or not isinstance(saved, Mapping):
+        return dict(state)
+    size, dp_size = int(saved.get("micro_batches_per_replica", 0)), int(saved.get("dp_size", 0))
+    if (size, dp_size) == (now.micro_batches_per_replica, now.dp_size) or min(size, dp_size) < 1:
+        return dict(state)
+    then = replace(now, micro_batches_per_replica=size, dp_size=dp_size)
+    if then.micro_batches != now.micro_batches:
+        both = {"micro_batches_per_replica": (size, now.micro_batches_per_replica), "dp_size": (dp_size, now.dp_size)}
+        changed = "; ".join(f"{name}: {old} -> {new}" for name, (old, new) in both.items() if old != new)
+        raise ValueError(
+            f"the checkpoint was saved with {then.micro_batches} micro-batches a step, and this run has "
+            f"{now.micro_batches} ({changed}): documents that wait in it were chosen for those. Set "
+            "gradient_accumulation_steps so that a step has as many, or ignore_data_skip=True to start the data anew."
+        )
+    if not isinstance(data, WLBDataLoader):
+        raise ValueError(
+            f"a stream goes on only with the layout that it was read with: {then.dp_size} replicas with "
+            f"gradient_accumulation_steps={then.micro_batches_per_replica}, got {now.dp_size} with "
+            f"{now.micro_batches_per_replica}. Change cp_size or tp_size instead, or set ignore_data_skip=True to "
+            "start the data anew."
+        )
+    handed_out = int(state.get("handed_out", -1))
+    if handed_out not in (0, then.micro_batches_per_replica):
+        return dict(state)
+    fresh = data.sampler.planner(int(state.get("epoch", 0)))
+    planner = StepPlanner(fresh.source, fresh.workload, then)
+    planner.load_state_dict(dict(planned))
+    if handed_out:
+        next(planner, None)
+    return {**state, "handed_out": 0, "planner": {**planner.state_dict(), "config": now.to_dict()}}

@@ -1,0 +1,229 @@
+"""Small runs of two ranks in which something goes wrong on rank 1 in step 4: a script for torchrun, and a launcher.
+
+    torchrun --nproc_per_node 2 -m tests.support.faulty_training killed FOLDER
+    python -m tests.support.faulty_training --launch FOLDER killed worker ...
+
+The second imports everything once and forks the ranks of one case after the other, which takes a fraction of the time.
+It writes what came of each to FOLDER/outcomes.json.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+STEP = 4  # in which the fault happens, after its first micro-batch
+STEPS = 6
+RANKS = 2
+FAULTY_RANK = 1
+SLOWNESS_S = 0.1  # by which rank 1 is slower in every micro-batch of the case "whole"
+_LIMIT_S = 60.0
+
+_SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+#: Arguments of the trainer, by case.
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "raises": {"dataloader_num_workers": 1},
+    "memory": {},
+    "killed": _SAVES,
+    "resumed": _SAVES,
+    "worker": {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 1},
+    "plans": {},
+    "left alone": {},
+    "terminated": {},
+    "nan stops": {"on_nonfinite_loss": "stop"},
+    "nan skipped": {"on_nonfinite_loss": "skip", **_SAVES},
+}
+
+#: Those in which rank 1 does something to itself.
+FAULTS = ("raises", "memory", "killed", "worker")
+#: Those launched with torch's elastic agent, as torchrun does, instead of none.
+WITH_AGENT = ("raises",)
+
+
+class Fault(TrainerCallback):
+    """Lets the case's fault happen on rank 1."""
+
+    def __init__(self, case: str, folder: Path) -> None:
+        self.case, self.folder = case, folder
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index != FAULTY_RANK or state.global_step != STEP - 1 or self.case not in FAULTS:
+            return
+        (self.folder / f"{self.case}_at.txt").write_text(str(time.monotonic()))
+        if self.case == "raises":
+            raise OSError("the disk is full")
+        if self.case == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if self.case == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.case == "worker":
+            import multiprocessing
+
+            multiprocessing.active_children()[0].kill()
+
+
+def train(case: str, folder: Path) -> None:
+    """Train on this rank; writes its losses and logs."""
+    from tests.support.training import rows_of, trainer_of
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    lengths = (5, 9, 14, 3, 7, 20, 2, 11, 6, 4, 25, 8, 13) * 4
+    if case == "plans" and rank == FAULTY_RANK:
+        lengths = (*lengths[:-1], 12)
+    options = {"max_steps": STEPS, "optim": "adamw_torch", "learning_rate": 1e-3, **CASES[case]}
+    output = folder / f"output_{'killed' if case == 'resumed' else case}"
+    trainer, recorder = trainer_of(output, rows_of(lengths), callbacks=[Fault(case, folder)], **options)
+    if rank == FAULTY_RANK:
+        if "nan" in case:
+            _poison(trainer)
+        if case == "whole":  # which the logs must tell
+            trainer.model.register_forward_pre_hook(lambda *_: time.sleep(SLOWNESS_S))
+    trainer.train(resume_from_checkpoint=True if case == "resumed" else None)
+    found = {"losses": recorder.losses, "logs": recorder.logs}
+    (folder / f"{case}_{rank}.json").write_text(json.dumps(found))
+
+
+def _poison(trainer: Any) -> None:
+    compute, calls = trainer.compute_loss, iter(range(1000))
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        loss = compute(*args, **kwargs)
+        # The second micro-batch of the step.
+        return loss * float("nan") if next(calls) == 2 * STEP - 1 else loss
+
+    trainer.compute_loss = poisoned
+
+
+def leave_alone(case: str) -> None:
+    """A loop without a trainer: rank 1 fails and lives on for a while, rank 0 waits for it in a collective."""
+    import torch.distributed as dist
+
+    from hf_wlb.parallel.collectives import gather_objects
+    from hf_wlb.parallel.failures import reporting_failures
+
+    dist.init_process_group("gloo")
+    waits = {"poll_s": 0.2, "grace_s": 0.5} if case == "left alone" else {"poll_s": 100.0, "grace_s": 100.0}
+    other = gather_objects(os.getpid())[1 - dist.get_rank()]
+    try:
+        with reporting_failures(lambda: STEP, **waits):
+            if dist.get_rank() == FAULTY_RANK:
+                raise KeyError("a column")
+            dist.all_reduce(torch.ones(1))
+    except KeyError:
+        if case == "terminated":  # as an agent does
+            os.kill(other, signal.SIGTERM)
+        time.sleep(2)
+        raise
+
+
+def run(case: str, folder: Path) -> None:
+    """Run one case as one rank."""
+    if case in ("left alone", "terminated"):
+        leave_alone(case)
+    else:
+        train(case, folder)
+
+
+# ---- launches ----
+
+
+def launch(case: str, folder: Path) -> dict[str, Any]:
+    """Fork the ranks, or their agent, wait for them, and tell their exit codes, output and time since the fault."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = time.monotonic()
+    count = 1 if case in WITH_AGENT else RANKS
+    outputs = [folder / f"{case}_{place}.txt" for place in range(count)]
+    running = {_fork(case, folder, place, port, outputs[place]): place for place in range(count)}
+    codes: dict[int, int | None] = dict.fromkeys(range(count))
+    while running and time.monotonic() - start < _LIMIT_S:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    end = time.monotonic()
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return {
+        "codes": list(codes.values()),
+        "seconds": end - max(start, fault_time(case, folder)),
+        "outputs": [path.read_text() for path in outputs],
+    }
+
+
+def fault_time(case: str, folder: Path) -> float:
+    """When the fault happened, by the clock that all processes share; 0 where it was from the beginning."""
+    file = folder / f"{case}_at.txt"
+    return float(file.read_text()) if file.exists() else 0.0
+
+
+def _fork(case: str, folder: Path, rank: int, port: int, output: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        if case in WITH_AGENT:
+            _be_agent(case, folder)
+        else:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+            os.environ.update({name: str(value) for name, value in place.items()})
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            run(case, folder)
+    except BaseException:  # what Python does with it at the end of a script
+        traceback.print_exc()
+        sys.stderr.flush()
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _be_agent(case: str, folder: Path) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=RANKS,
+        run_id=case,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        start_method="fork",
+        max_restarts=0,
+    )
+    elastic_launch(config, run)(case, folder)
+
+
+def main(arguments: list[str]) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if arguments[0] != "--launch":
+        run(arguments[0], Path(arguments[1]))
+        return
+    for name in ("tests.support.training", "torch._dynamo", "deepspeed", "torch.distributed.launcher.api"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)  # whatever ranks would import, each for itself
+    gc.collect()
+    gc.freeze()
+    folder = Path(arguments[1])
+    outcomes = {case: launch(case, folder) for case in arguments[2:]}
+    (folder / "outcomes.json").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -9,10 +9,10 @@ finds them out before training.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -25,6 +25,15 @@ from hf_wlb.attention.kernels import AttentionOptions
 IMPLEMENTATION = "wlb"
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _opaque(function: _Function) -> _Function:
+    """Keeps ``torch.compile`` out: the plan is another one every time, and ranks exchange tensors inside."""
+    return cast(_Function, torch.compiler.disable(function))
+
+
+@_opaque
 def wlb_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -43,7 +52,7 @@ def wlb_attention(
     wlb_info: object = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that Transformers calls.
+    """The function that Transformers calls. A compiled model calls it too, but does not look inside.
 
     Args:
         module: The attention layer, for error messages.

@@ -29,7 +29,7 @@ help: ## Say what there is
 install: $(VENV)/.installed-$(EXTRA) ## Install the package and EXTRA (test, dev, pipeline, ...) into .venv
 
 demo: $(VENV)/.installed-base ## Train a tiny Llama on real text, a few minutes on 2 cores; see runs/demo
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/accelerate launch --config_file recipes/accelerate/cpu.yaml \
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/accelerate launch --config_file recipes/launch/cpu.yaml \
 		recipes/llama_long_context.py --output_dir runs/demo
 
 test: $(VENV)/.installed-test ## Run all tests that this machine can run

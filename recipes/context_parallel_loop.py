@@ -22,7 +22,7 @@ from hf_wlb import AnalyticWorkload, PackingConfig, WLBDataCollator, WLBDataLoad
 from hf_wlb.attention import AttentionContext, check_isolation, register
 from hf_wlb.data.text import load_documents
 from hf_wlb.data.tokenization import tokenize_documents, train_byte_level_bpe
-from hf_wlb.parallel import ParallelMesh, ProcessGroupExchange, process_count
+from hf_wlb.parallel import ParallelMesh, ParallelSizes, ProcessGroupExchange, process_count
 from hf_wlb.presets import preset_config
 from hf_wlb.sharding import Sharder, ShardingConfig
 
@@ -59,7 +59,7 @@ def main() -> None:
     model.set_attn_implementation("wlb")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    mesh = ParallelMesh.of(args.cp_size, device.type)
+    mesh = ParallelMesh.of(ParallelSizes.of(process_count(), cp_size=args.cp_size), device.type)
     workload = AnalyticWorkload.from_config(model.config, hardware="cpu" if device.type == "cpu" else "h100")
     sharder = Sharder(ShardingConfig(cp_size=args.cp_size), workload)
     loader = WLBDataLoader(

@@ -7,6 +7,8 @@ import tokenize
 import warnings
 from collections.abc import Iterator
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
 _SKIPPED_FOLDERS = {
     *(
         "test",
@@ -35,14 +37,23 @@ def standard_library_documents() -> list[str]:
     Raises:
         RuntimeError: If this Python comes without the source files of its standard library.
     """
+    return [text for _, text in standard_library_definitions()]
+
+
+def standard_library_definitions() -> list[tuple[Definition, str]]:
+    """Return the same functions and classes, parsed, each with its text.
+
+    Raises:
+        RuntimeError: If this Python comes without the source files of its standard library.
+    """
     root = sysconfig.get_path("stdlib")
-    documents = [text for file in _source_files(root) for text in _top_level_definitions(file)]
-    if not documents:
+    found = [definition for file in _source_files(root) for definition in _top_level_definitions(file)]
+    if not found:
         raise RuntimeError(
             f"This Python has no standard library source files under {root!r}, so the built-in documents are "
             "not available. Give a dataset, a file or a folder instead."
         )
-    return documents
+    return found
 
 
 def _source_files(root: str) -> Iterator[str]:
@@ -51,7 +62,7 @@ def _source_files(root: str) -> Iterator[str]:
         yield from (os.path.join(folder, file) for file in sorted(files) if file.endswith(".py"))
 
 
-def _top_level_definitions(file: str) -> Iterator[str]:
+def _top_level_definitions(file: str) -> Iterator[tuple[Definition, str]]:
     try:
         with tokenize.open(file) as stream:
             source = stream.read()
@@ -62,6 +73,6 @@ def _top_level_definitions(file: str) -> Iterator[str]:
         return
     lines = source.split("\n")  # as the parser counts them: str.splitlines would also split at form feeds
     for node in module.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, Definition):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            yield "\n".join(lines[first - 1 : node.end_lineno])
+            yield node, "\n".join(lines[first - 1 : node.end_lineno])

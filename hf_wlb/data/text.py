@@ -8,7 +8,8 @@ about a document that is too long is the packer's policy.
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -21,6 +22,7 @@ __all__ = [
     "EOS_TOKEN",
     "PAD_TOKEN",
     "load_documents",
+    "load_rows",
     "standard_library_documents",
     "tokenize_documents",
     "train_byte_level_bpe",
@@ -96,19 +98,48 @@ def load_documents(
         built_in = datasets.Dataset.from_dict({"text": standard_library_documents()})
         return built_in.to_iterable_dataset() if streaming else built_in
     name = os.fspath(source)
+    with _readable(name):
+        return _only_text(_load_rows(name, split, config_name, streaming), name, text_column)
+
+
+def load_rows(
+    source: str | os.PathLike[str], *, split: str = "train", config_name: str | None = None, streaming: bool = False
+) -> Any:
+    """Load the rows of a source with all their columns.
+
+    Args:
+        source: As for :func:`load_documents`.
+        split: As well.
+        config_name: As well.
+        streaming: As well.
+
+    Raises:
+        FileNotFoundError: If there is no such file, folder or dataset.
+        ValueError: If the source is empty, of an unknown kind, lacks the split, or cannot be read.
+    """
+    name = os.fspath(source)
+    with _readable(name):
+        return _load_rows(name, split, config_name, streaming)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Says in the user's words that a source is damaged."""
+    try:
+        yield
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(f"{name} could not be read: {error.__cause__ or error}") from error
+
+
+def _load_rows(name: str, split: str, config_name: str | None, streaming: bool) -> Any:
     if not name.strip():
         raise ValueError(f"The source of the documents is empty; give {_FORMATS}, a folder or a dataset's name.")
     path = Path(name).expanduser()
-    try:
-        if path.is_file():
-            loaded = _load_file(path, split, streaming)
-        elif path.is_dir():
-            loaded = _load_folder(path, split, config_name, streaming)
-        else:
-            loaded = _load_named(name, split, config_name, streaming)
-        return _only_text(loaded, name, text_column)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"{name} could not be read: {error.__cause__ or error}") from error
+    if path.is_file():
+        return _load_file(path, split, streaming)
+    if path.is_dir():
+        return _load_folder(path, split, config_name, streaming)
+    return _load_named(name, split, config_name, streaming)
 
 
 def _builder_of(path: Path) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.recipes import load_recipe
 from tests.support.source_tree import REPOSITORY
 
 RECIPE = [sys.executable, "recipes/llama_long_context.py"]
@@ -115,8 +116,7 @@ def test_killed_and_resumed_it_gives_the_same_losses(finished: tuple[Path, str],
 
 
 def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    from recipes.llama_long_context import last_complete_checkpoint
-
+    last_complete_checkpoint = load_recipe("recipe_parts").last_complete_checkpoint
     (tmp_path / "checkpoint-9").mkdir()
     complete = tmp_path / "checkpoint-3"
     complete.mkdir()
@@ -128,8 +128,7 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_yaml_and_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from recipes.llama_long_context import parse_arguments
-
+    parse_arguments = load_recipe("llama_long_context").parse_arguments
     config = tmp_path / "run.yaml"
     config.write_text("model: 550M\ncontext_length: 100\nlearning_rate: 1.0e-4\n")
     recipe, training = parse_arguments(["--config", str(config), "--context_length", "200"])

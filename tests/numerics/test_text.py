@@ -218,7 +218,7 @@ def test_definitions_of_an_awkward_file(tmp_path: Path) -> None:
         "    y = 1\n"
     )
     (tmp_path / "a.py").write_bytes(source.encode("latin-1"))
-    assert list(stdlib_documents._top_level_definitions(str(tmp_path / "a.py"))) == [
+    assert [text for _, text in stdlib_documents._top_level_definitions(str(tmp_path / "a.py"))] == [
         "@decorator(\n    1)\ndef först():\n    def inner(): pass\n    return inner",
         "async def second(): pass",
         "class Third:\n    y = 1",

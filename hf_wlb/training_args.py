@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
+import torch
 from transformers import TrainingArguments
 
 from hf_wlb.attention.kernels import KERNELS
+from hf_wlb.loss import FUSED_LOSSES
 from hf_wlb.packing import PACKER_NAMES, PackingConfig
+from hf_wlb.parallel import ParallelSizes
 from hf_wlb.sharding import SHARDING_STRATEGIES, ShardingConfig
 from hf_wlb.workload import HARDWARE_PRESETS, AnalyticWorkload, WorkloadModel, load_workload
+
+#: What fsdp_config may set.
+_FSDP_OPTIONS = ("reshard_after_forward", "cpu_offload", "transformer_layer_cls_to_wrap")
+#: What it may say besides, because that is what happens anyway.
+_FSDP_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "version": (2, "2"),
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
+    "state_dict_type": ("FULL_STATE_DICT",),
+    "min_num_params": (0,),
+    "activation_checkpointing": (False, "false"),
+    "cpu_ram_efficient_loading": (False, "false"),
+    "use_orig_params": (True, "true"),
+    "sync_module_states": (True, "true"),
+    "forward_prefetch": (False, "false"),
+    "limit_all_gathers": (True, "true"),
+    "xla": (False,),
+    "xla_fsdp_v2": (False,),
+    "xla_fsdp_grad_ckpt": (False,),
+}
 
 
 def _option(default: Any, text: str) -> Any:
@@ -27,8 +50,9 @@ class WLBTrainingArguments(TrainingArguments):
     Lengths are in tokens.
 
     With ``cp_size`` above 1 so many processes share every micro-batch, whose ``context_length`` and S_max are of all of
-    them together: a process holds about ``1 / cp_size`` of it. The number of replicas is that of processes over
-    ``cp_size``.
+    them together: a process holds about ``1 / cp_size`` of it. With ``tp_size`` above 1 so many processes share every
+    matrix. The number of replicas is that of processes over ``cp_size * tp_size``; with ``fsdp`` (or ``dp_shard_size``)
+    replicas and context-parallel ranks share out the parameters, too.
 
     Raises:
         ValueError: ``context_length`` is missing, or an option does not go together with planned micro-batches.
@@ -36,6 +60,9 @@ class WLBTrainingArguments(TrainingArguments):
 
     per_device_train_batch_size: int = _option(1, "Packed micro-batches per device and forward pass: always 1.")
     per_device_eval_batch_size: int = _option(1, "Packed micro-batches per device in evaluation: always 1.")
+    logging_nan_inf_filter: bool = _option(
+        False, "Whether logs leave losses that are not finite out; on_nonfinite_loss says what happens to such steps."
+    )
     context_length: int | None = _option(None, "Tokens of a micro-batch on average. Required: it is never guessed.")
     packer: str = _option("steady", f"How documents are packed: {', '.join(PACKER_NAMES)}.")
     max_tokens_per_micro_batch: int | None = _option(None, "S_max, what fits in memory; default 1.25 x context_length.")
@@ -59,6 +86,13 @@ class WLBTrainingArguments(TrainingArguments):
     workload_hardware: str | None = _option(
         None, f"Figures to compute costs from the model's shape: {', '.join(HARDWARE_PRESETS)}. Default: by device."
     )
+    dp_replicate_size: int | None = _option(
+        None, "Data parallelism: copies of the parameters; default: as many as the other sizes leave."
+    )
+    dp_shard_size: int | None = _option(
+        None, "Data parallelism: replicas that share a copy of the parameters (FSDP2); default: 1, with fsdp all."
+    )
+    tp_size: int = _option(1, "Tensor parallelism: processes that share every matrix.")
     cp_size: int = _option(1, "Context parallelism: processes that share every micro-batch.")
     cp_strategy: str = _option("adaptive", f"How they share it out: {', '.join(SHARDING_STRATEGIES)}.")
     cp_threshold: int | None = _option(
@@ -69,6 +103,17 @@ class WLBTrainingArguments(TrainingArguments):
     attention_kernel: str | None = _option(
         None, f"Attention kernel: {', '.join(KERNELS)}; default (or auto): the fastest one that can do what is asked."
     )
+    fused_loss: str = _option(
+        "auto",
+        f"How the loss is computed without whole logits: {', '.join(FUSED_LOSSES)}. auto: the fastest way that can.",
+    )
+    on_nonfinite_loss: str = _option(
+        "stop", "What happens to a step whose loss is not finite: stop, or skip (left out and counted)."
+    )
+    max_nonfinite_steps: int = _option(10, "With on_nonfinite_loss=skip: so many of them in a row stop the run.")
+    peak_flops_per_second: float | None = _option(
+        None, "For the MFU: what a device can do in the type that is trained in; default: known for H100 and H200."
+    )
     kv_head_groups: int | None = _option(
         None, "Context parallelism: groups of heads to exchange keys and values in; default: by how much is exchanged."
     )
@@ -78,8 +123,34 @@ class WLBTrainingArguments(TrainingArguments):
         "not with gradient_checkpointing, where they are kept for one layer at a time only.",
     )
 
+    @classmethod
+    def from_plain(cls, args: TrainingArguments, **settings: Any) -> WLBTrainingArguments:
+        """Plain ``TrainingArguments`` with settings of ours; ``args`` stay as they are.
+
+        Args:
+            args: Already checked by themselves.
+            **settings: Fields of this class, at least ``context_length``.
+
+        Raises:
+            ValueError: As at construction.
+        """
+        planned = cls.__new__(cls)
+        planned.__dict__.update(copy.copy(args.__dict__))
+        known = {entry.name for entry in fields(TrainingArguments)}
+        for entry in fields(cls):
+            if entry.name not in known:
+                planned.__dict__[entry.name] = settings.get(entry.name, entry.default)
+        planned.per_device_train_batch_size = planned.per_device_eval_batch_size = 1
+        planned._check()
+        return planned
+
     def __post_init__(self) -> None:
+        if isinstance(self.fsdp, str) and self.fsdp.lower() in ("true", "false"):  # --fsdp True
+            self.fsdp = cast(Any, self.fsdp.lower() == "true")
         super().__post_init__()  # type: ignore[no-untyped-call]
+        self._check()
+
+    def _check(self) -> None:
         _require(
             self.context_length is not None,
             "context_length is missing: the tokens that a micro-batch holds on average, for example "
@@ -107,16 +178,71 @@ class WLBTrainingArguments(TrainingArguments):
             <= 1,
             "give at most one of workload_profile, workload_crossover and workload_hardware",
         )
-        _require(
-            not self.deepspeed and not self.fsdp,
-            "deepspeed and fsdp are not supported by WLBTrainer; it runs one process or plain data parallel",
-        )
+        _require(not self.deepspeed, "deepspeed is not supported by WLBTrainer; to share out parameters set fsdp=True")
         _require(
             self.parallelism_config is None,
             "parallelism_config is not supported by WLBTrainer: Accelerate would shard micro-batches once more and "
-            "lose which document is which. Set cp_size instead.",
+            "lose which document is which. Set dp_replicate_size, dp_shard_size, cp_size and tp_size instead.",
         )
+        self._check_loss()
+        self._check_sharding()
         self._check_context_parallelism(self.packing_config(1))  # fails now, not on the cluster
+
+    def _check_loss(self) -> None:
+        _require(
+            self.fused_loss in FUSED_LOSSES,
+            f"fused_loss must be one of {', '.join(FUSED_LOSSES)}, got {self.fused_loss!r}",
+        )
+        liger = self.liger_kernel_config or {}
+        _require(
+            not self.use_liger_kernel or self.fused_loss == "off" or liger.get("fused_linear_cross_entropy") is False,
+            "use_liger_kernel would compute the loss a second way. Add "
+            "liger_kernel_config={'fused_linear_cross_entropy': False, 'cross_entropy': False}: fused_loss, which is "
+            f"{self.fused_loss!r}, uses Liger Kernel's loss by itself where it can.",
+        )
+
+    def _check_sharding(self) -> None:
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"):
+            size = getattr(self, name)
+            _require(size is None or size >= 1, f"{name} must be a whole number of at least 1, got {size!r}.")
+        # Parameters are sharded over our own mesh, not by Accelerate's plugin.
+        self.fsdp_plugin_args = None
+        if not self.fsdp:
+            return
+        _require(isinstance(self.fsdp_config, dict), "fsdp_config was not read")  # by TrainingArguments
+        given = cast(dict[str, Any], self.fsdp_config)
+        for name, value in given.items():
+            _require(
+                name in _FSDP_OPTIONS or value in _FSDP_DEFAULTS.get(name, ()),
+                f"fsdp_config[{name!r}]={value!r} is not supported by WLBTrainer, which shards with FSDP2 over its own "
+                f"mesh. It takes {', '.join(_FSDP_OPTIONS)}; leave the others out"
+                + (" and set activation_checkpointing=True." if name == "activation_checkpointing" else "."),
+            )
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What is computed in, by bf16, fp16 or the Accelerate configuration; None for the weights' own type."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(self.mixed_precision))
+
+    @property
+    def shard_parameters(self) -> bool:
+        """Whether parameters are shared out over replicas and context-parallel ranks."""
+        return bool(self.fsdp) or (self.dp_shard_size or 1) > 1
+
+    def parallel_sizes(self, processes: int) -> ParallelSizes:
+        """The mesh of so many processes.
+
+        Raises:
+            ValueError: If the sizes do not multiply to them.
+        """
+        return ParallelSizes.of(
+            processes,
+            cp_size=self.cp_size,
+            tp_size=self.tp_size,
+            dp_replicate_size=self.dp_replicate_size,
+            dp_shard_size=self.dp_shard_size,
+            shard_all=bool(self.fsdp),
+        )
 
     def _check_context_parallelism(self, packing: PackingConfig) -> None:
         if self.attention_kernel == "auto":

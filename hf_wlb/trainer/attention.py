@@ -109,8 +109,9 @@ class TrainerAttention:
 
 
 def _in_training(request: KernelRequest, args: WLBTrainingArguments) -> KernelRequest:
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else request.dtype
-    return replace(request, dtype=dtype, deterministic=args.full_determinism)
+    dtype = args.compute_dtype or request.dtype
+    # The model may still be on the CPU.
+    return replace(request, device_type=args.device.type, dtype=dtype, deterministic=args.full_determinism)
 
 
 def _in_evaluation(kernel: AttentionKernel | None, args: WLBTrainingArguments) -> AttentionKernel | None:

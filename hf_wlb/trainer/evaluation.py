@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn.functional import pad
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_wlb.accounting import LogWindow, TokenMean
@@ -18,10 +18,11 @@ from hf_wlb.data.documents import IGNORE_INDEX
 from hf_wlb.packing import PackingConfig
 from hf_wlb.parallel import ParallelMesh, verify_settings
 from hf_wlb.sharding import ShardPlan, unshard_order
+from hf_wlb.trainer.training_loss import TrainingLoss
 from hf_wlb.workload import WorkloadModel
 
 
-class PlannedEvaluation(Trainer):
+class PlannedEvaluation(TrainingLoss):
     """``Trainer`` that loads and evaluates packed and sharded documents; ``WLBTrainer`` sets the attributes."""
 
     mesh: ParallelMesh
@@ -104,7 +105,7 @@ class PlannedEvaluation(Trainer):
     ) -> EvalLoopOutput:
         """Trainer's loop; the loss is the mean over all tokens instead of a mean of means."""
         self._token_mean, start = TokenMean(), time.perf_counter()
-        if self.mesh.cp_size > 1:
+        if self.mesh.cp_size * self.mesh.tp_size > 1:
             loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
             verify_settings({"whether to predict, by compute_metrics and prediction_loss_only": not loss_only})
             self.gather_function = self._gather_from_replicas
@@ -121,10 +122,11 @@ class PlannedEvaluation(Trainer):
         self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Also adds the micro-batches of all ranks to the evaluation's mean, and puts shards together again."""
-        loss, logits, labels = cast(
-            tuple[torch.Tensor | None, Any, Any],
-            super().prediction_step(model, inputs, prediction_loss_only, ignore_keys),
-        )
+        with self._with_logits(not prediction_loss_only):
+            loss, logits, labels = cast(
+                tuple[torch.Tensor | None, Any, Any],
+                super().prediction_step(model, inputs, prediction_loss_only, ignore_keys),
+            )
         if loss is not None:
             # compute_loss gives (sum on this rank / tokens on all) * ranks: the mean over ranks is exact.
             self._token_mean.add(self.accelerator.reduce(loss.detach().clone(), "mean"), self._num_items)
@@ -148,4 +150,4 @@ class PlannedEvaluation(Trainer):
 
     def _gather_from_replicas(self, rows: Any) -> Any:
         """One row per replica: all of its ranks have the same."""
-        return self.accelerator.gather_for_metrics(rows)[:: self.mesh.cp_size]
+        return self.accelerator.gather_for_metrics(rows)[:: self.mesh.cp_size * self.mesh.tp_size]

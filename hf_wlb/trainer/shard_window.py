@@ -63,7 +63,7 @@ class ShardWindow:
             return {}
         self._seconds += self._meter.take()
         own = (self._seconds, self._own, self._slowest, self._mean, self._skew, *self._strategies.values())
-        rows, size = gather_figures(own), self._mesh.cp_size
+        rows, size = gather_figures(own)[:: self._mesh.tp_size], self._mesh.cp_size
         replicas = [rows[first : first + size] for first in range(0, len(rows), size)]
         found: dict[str, float] = {}
         slowest, mean, skew, *counts = (sum(ranks[0][place] for ranks in replicas) for place in range(2, len(own)))

@@ -22,18 +22,21 @@ from hf_wlb.accounting import (
     ShiftedLabelSmoother,
     check_loss,
     packing_summary,
-    read_planner_state,
     save_planner_state,
 )
 from hf_wlb.attention import LayerAttention, check_isolation, document_attention_enabled
 from hf_wlb.callbacks import WLBProgressCallback
 from hf_wlb.data import StreamingPackedDataset, WLBDataCollator, WLBDataLoader
 from hf_wlb.packing import PackingConfig
-from hf_wlb.parallel import ParallelMesh, failing_together, verify_agreement
+from hf_wlb.parallel import ParallelMesh, WLBParallelismConfig, failing_together, verify_agreement
 from hf_wlb.sharding import Sharder
 from hf_wlb.trainer.attention import TrainerAttention
+from hf_wlb.trainer.checkpoints import SplitCheckpoints
 from hf_wlb.trainer.evaluation import PlannedEvaluation
 from hf_wlb.trainer.shard_window import ShardWindow
+from hf_wlb.trainer.splitting import agreed_sizes
+from hf_wlb.trainer.supervision import SupervisedTraining
+from hf_wlb.trainer.swap import planned_arguments, planned_collator
 from hf_wlb.training_args import WLBTrainingArguments
 from hf_wlb.workload import WorkloadModel
 
@@ -42,16 +45,19 @@ logger = logging.getLogger(__name__)
 PlannedData = WLBDataLoader | StreamingPackedDataset
 
 
-class WLBTrainer(PlannedEvaluation):
+class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
     """``Trainer`` with planned micro-batches, documents that do not see each other and an exact token-mean loss.
 
     With ``cp_size`` above 1 the processes of a replica share each micro-batch (context parallelism): all of them plan
-    it, and each takes its shard.
+    it, and each takes its shard. With ``tp_size`` above 1 they share every matrix (tensor parallelism), and with
+    ``fsdp`` replicas and context-parallel ranks share out the parameters (FSDP2): then the model stays on the CPU until
+    each process has taken its part, and ``model`` is in parts as soon as the trainer is there.
 
     Args:
         model: A causal language model of Transformers. Refused, with the reason, if documents packed together would
             attend to each other in it.
-        args: ``WLBTrainingArguments``; ``context_length`` is required.
+        args: ``WLBTrainingArguments``; ``context_length`` is required. Plain ``TrainingArguments`` train data parallel,
+            with the longest document of a sample as context length (a warning says what that means).
         train_dataset: Documents with ``input_ids`` (and perhaps ``labels``), one a row; map-style, or iterable with
             ``max_steps`` set.
         eval_dataset: As Trainer's, of map-style documents. Documents are packed in their order; the loss is the mean
@@ -62,7 +68,8 @@ class WLBTrainer(PlannedEvaluation):
         **kwargs: Trainer's other arguments.
 
     Attributes:
-        mesh: This process's place among replicas and context-parallel ranks.
+        mesh: This process's place among replicas, context-parallel and tensor-parallel ranks.
+        layout: Which part of every parameter it holds.
         packing: The planner's settings.
         workload: What documents cost.
         attention_kernels: Names of the kernels that the model's layers attend with.
@@ -73,9 +80,11 @@ class WLBTrainer(PlannedEvaluation):
 
     Logs (means over the steps since the last log, all replicas together): ``imbalance``, ``delay`` (steps),
     ``time_gap`` (modelled time over perfect balance), ``tokens_per_step``, ``waiting_contexts``, ``plan_ms``,
-    ``tokens_per_second``; under context parallelism also how evenly micro-batches were shared out, as predicted and as
-    measured, see ``ShardWindow.means``. The summary at the end has the last epoch's figures as ``packing_...``, with
-    the documents split, truncated and dropped. ``num_input_tokens_seen`` counts the documents' tokens, no dummies'.
+    ``tokens_per_second``; ``mfu``, ``tokens_per_second_per_gpu`` and every rank's time, see ``Throughput.figures``;
+    ``nonfinite_steps``, those left out; under context parallelism also how evenly micro-batches were shared out, as
+    predicted and as measured, see ``ShardWindow.means``. The summary at the end has the last epoch's figures as
+    ``packing_...``, with the documents split, truncated and dropped. ``num_input_tokens_seen`` counts the documents'
+    tokens, no dummies'.
 
     Checkpoints hold ``planner_state.json`` besides Trainer's files: a resume continues with the very next micro-batch.
     """
@@ -92,15 +101,12 @@ class WLBTrainer(PlannedEvaluation):
         **kwargs: Any,
     ) -> None:
         with failing_together():
-            checked = _check_arguments(args)
+            check_versions()
+            checked = planned_arguments(args, train_dataset)
             device_type = checked.device.type  # joins the processes, if nothing did so before
-        if data_collator is not None and not isinstance(data_collator, WLBDataCollator):
-            logger.warning(
-                "WLBTrainer packs documents without padding: data_collator %s is replaced by WLBDataCollator.",
-                type(data_collator).__name__,
-            )
-            data_collator = None
-        self.mesh = ParallelMesh.of(checked.cp_size, device_type)
+        data_collator = planned_collator(data_collator)
+        self._parallelism = WLBParallelismConfig(sizes=agreed_sizes(checked))
+        self.mesh = ParallelMesh.from_config(self._parallelism, device_type)
         with failing_together():
             super().__init__(
                 model=model,
@@ -112,9 +118,14 @@ class WLBTrainer(PlannedEvaluation):
             )
             layers = self._check_model()
             self._check_context_parallelism()
+            self._check_split(self.model)
+            self._check_checkpoints()
+            self._supervise(checked.on_nonfinite_loss, checked.max_nonfinite_steps, checked.peak_flops_per_second)
             self.packing: PackingConfig = checked.packing_config(self.mesh.dp_size)
             self.workload = checked.workload_model(self._causal_lm.config) if workload is None else workload
             self.data_collator: Any = self._collator(data_collator)
+        self._split(self.model)
+        self._set_up_loss(self._causal_lm)
         self._attention = TrainerAttention(checked, layers, self.mesh)
         self.attention_kernels = self._attention.kernels
         if self.pop_callback(ProgressCallback) is not None:
@@ -148,6 +159,7 @@ class WLBTrainer(PlannedEvaluation):
             )
         layers = check_isolation(self._causal_lm)
         check_loss(self._causal_lm)
+        self._check_head(self._causal_lm)
         return layers
 
     def _check_context_parallelism(self) -> None:
@@ -256,7 +268,7 @@ class WLBTrainer(PlannedEvaluation):
         if self.args.ignore_data_skip:
             return epochs, 0
         assert self._train_data is not None
-        self._train_data.load_state_dict(read_planner_state(resume, self.state.global_step))
+        self._train_data.load_state_dict(self._planner_state(resume, self._train_data))
         if self._steps_by_epoch and not micro_batches and next(iter(self._train_data), None) is not None:
             raise ValueError(f"{resume} was saved at the end of an epoch, but its planner state is not: it is damaged")
         return epochs, micro_batches
@@ -373,16 +385,6 @@ class _AnyEpoch:
         for first in iterator:
             return itertools.chain([first], iterator)
         return iter(self._data)  # resumed where a pass over a stream had ended
-
-
-def _check_arguments(args: TrainingArguments | None) -> WLBTrainingArguments:
-    check_versions()
-    if not isinstance(args, WLBTrainingArguments):
-        raise ValueError(
-            "WLBTrainer needs WLBTrainingArguments (Trainer's arguments and at least context_length, the tokens "
-            f"of a micro-batch), got {type(args).__name__}"
-        )
-    return args
 
 
 def check_versions() -> None:

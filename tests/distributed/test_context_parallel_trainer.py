@@ -398,7 +398,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks: str, request: Any) -> N
     processes, able = (2, "1 or 2") if ranks == "two" else (4, "1, 2 or 4")
     expected = {
         "does not divide": f"ValueError: cp_size=3 does not divide the {processes} processes; set it to {able}",
-        "sizes differ": "RuntimeError: The ranks do not agree on cp_size: rank",
+        "sizes differ": "RuntimeError: The ranks do not agree on cp_size (rank",
         "strategies differ": "RuntimeError: The ranks do not agree on the plan of step 0",
         "skews differ": "RuntimeError: The ranks do not agree on the plan of step 0",
         "groups differ": "RuntimeError: The ranks do not agree on kv_head_groups (rank",

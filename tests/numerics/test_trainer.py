@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from hf_wlb import WLBDataCollator, WLBTrainer
 from hf_wlb.callbacks import MetricsFileCallback, WLBProgressCallback
@@ -371,14 +371,6 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     for sentence, model in refused.items():
         with pytest.raises(ValueError, match=sentence):
             trainer_of(tmp_path, model=model)
-
-
-def test_plain_arguments_are_refused(tmp_path: Path) -> None:
-    for given in (TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), None):
-        with pytest.raises(
-            ValueError, match=f"needs WLBTrainingArguments .*context_length.*got {type(given).__name__}"
-        ):
-            WLBTrainer(tiny_llama(), given, train_dataset=rows_of())
 
 
 def test_missing_data_sets_and_another_transformers(tmp_path: Path, monkeypatch: Any) -> None:

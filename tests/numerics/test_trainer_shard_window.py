@@ -8,7 +8,7 @@ import torch
 from hf_wlb.accounting import check_loss
 from hf_wlb.attention import KernelMeter
 from hf_wlb.data.shards import ShardInfo
-from hf_wlb.parallel import ParallelMesh, check_cp_size, gather_figures
+from hf_wlb.parallel import ParallelMesh, ParallelSizes, gather_figures
 from hf_wlb.sharding import Sharder, ShardingConfig
 from hf_wlb.trainer import shard_window
 from tests.support.documents import WORKLOAD
@@ -32,7 +32,7 @@ def plan_of(*lengths: int, strategy: Any = "per_sequence") -> ShardInfo:
 
 
 def window_of(rank: int, *seconds: float) -> shard_window.ShardWindow:
-    return shard_window.ShardWindow(ParallelMesh(dp_size=1, cp_size=2, dp_rank=0, cp_rank=rank), Meter(*seconds))
+    return shard_window.ShardWindow(ParallelMesh(ParallelSizes(cp=2), cp_rank=rank), Meter(*seconds))
 
 
 def test_means_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,15 +77,12 @@ def test_dummies_alone_predict_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mesh_of_one_process_needs_no_groups() -> None:
-    mesh = ParallelMesh.of(1, "cpu")
-    assert mesh == ParallelMesh(1, 1, 0, 0, None)
+    mesh = ParallelMesh.of(ParallelSizes(), "cpu")
+    assert mesh == ParallelMesh(ParallelSizes(), 0, 0, 0)
+    assert (mesh.cp_group, mesh.tp_group, mesh.token_group, mesh.shard_group) == (None,) * 4
     part = torch.ones(3, 2)
     assert mesh.gather_shards(part, [3]) is part
     assert gather_figures([1.0, 2.0]) == [[1.0, 2.0]]
-    with pytest.raises(ValueError, match="cp_size=2 does not divide the 1 process that runs; start 2 of them"):
-        ParallelMesh.of(2, "cpu")
-    with pytest.raises(ValueError, match="cp_size must be a whole number of at least 1, got 0"):
-        check_cp_size(0, 4)
 
 
 def test_a_loss_that_shifts_in_any_case_is_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from hf_wlb import AnalyticWorkload, WLBTrainingArguments
+from hf_wlb.parallel import ParallelSizes
 from hf_wlb.sharding import ShardingConfig
 from tests.support.tiny_llama import tiny_llama
 
@@ -61,6 +62,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "contexts": ({"max_waiting_contexts": 0.0}, "max_waiting_contexts must be positive"),
     "window": ({"window_steps": 0}, "window_steps must be a whole number of at least 1"),
     "cp": ({"cp_size": 0}, "cp_size must be a whole number of at least 1, got 0"),
+    "tp": ({"tp_size": 0}, "tp_size must be a whole number of at least 1, got 0"),
+    "loss": ({"fused_loss": "magic"}, "fused_loss must be one of auto, chunked, liger, off, got 'magic'"),
+    "two losses": ({"use_liger_kernel": True}, "use_liger_kernel would compute the loss a second way"),
     "strategy": ({"cp_strategy": "ring"}, "^cp_strategy must be one of per_sequence, per_document, .*got 'ring'"),
     "cp threshold": ({"cp_threshold": 8}, "^cp_threshold is for cp_strategy='placed', but the cp_strategy is 'ad"),
     "skew": ({"cp_max_token_skew": 1.0}, "^cp_max_token_skew must be at least 0 and below 1"),
@@ -81,14 +85,40 @@ def test_refusals(case: str, tmp_path: Path) -> None:
         arguments(tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_deepspeed_and_fsdp_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import TrainingArguments
 
-    # Their own set-up, which wants their libraries, is left out.
+    # Its own set-up, which wants its library, is left out.
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
-    with pytest.raises(ValueError, match="deepspeed and fsdp are not supported by WLBTrainer"):
-        arguments(tmp_path, **{name: {"zero_optimization": {"stage": 1}}})
+    with pytest.raises(ValueError, match="deepspeed is not supported by WLBTrainer; to share out parameters set fsdp"):
+        arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 1}})
+
+
+@pytest.mark.parametrize("given", [True, "full_shard auto_wrap"])
+def test_fsdp_is_ours_and_not_accelerates(given: Any, tmp_path: Path) -> None:
+    config = {"fsdp_reshard_after_forward": "false", "version": 2, "transformer_layer_cls_to_wrap": "Layer"}
+    args = arguments(tmp_path, fsdp=given, fsdp_config=config)
+    assert args.shard_parameters
+    assert args.fsdp_plugin_args is None
+    assert args.parallel_sizes(8) == ParallelSizes(dp_shard=8)
+    assert args.fsdp_config["transformer_layer_cls_to_wrap"] == ["Layer"]
+    assert not arguments(tmp_path, tp_size=2).shard_parameters
+    assert arguments(tmp_path, dp_shard_size=2, tp_size=2).parallel_sizes(8) == ParallelSizes(2, 1, 2, 1, 2)
+    assert arguments(tmp_path, fsdp=True, cp_size=4).parallel_sizes(4) == ParallelSizes(cp=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"version": 1}, r"fsdp_config\['version'\]=1 is not supported.*It takes reshard_after_forward"),
+        ({"activation_checkpointing": True}, "leave the others out and set activation_checkpointing=True"),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "SIZE_BASED_WRAP"),
+        ({"no_such_option": 3}, "no_such_option"),
+    ],
+)
+def test_what_our_fsdp_does_not_do_is_refused(config: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        arguments(tmp_path, fsdp=True, fsdp_config=config)
 
 
 def test_every_setting_reaches_the_planner(tmp_path: Path) -> None:
@@ -148,7 +178,7 @@ def test_every_setting_reaches_the_sharder(tmp_path: Path) -> None:
 def test_a_parallelism_of_accelerate_is_refused(tmp_path: Path) -> None:
     from accelerate.parallelism_config import ParallelismConfig
 
-    with pytest.raises(ValueError, match=r"parallelism_config is not supported by WLBTrainer: .*Set cp_size instead"):
+    with pytest.raises(ValueError, match=r"parallelism_config is not supported .*Set dp_replicate_size"):
         arguments(tmp_path, parallelism_config=ParallelismConfig())
 
 

@@ -24,6 +24,8 @@ EVALUATION = 2e-6
 RESUME = 0.0
 #: Gradient checkpointing computes the same again.
 CHECKPOINTING = 1e-6
+#: Loss and every gradient of compiled decoder layers against the same layers uncompiled, float32.
+COMPILED = 1e-5
 #: What a negative control must miss its reference by, at least, in units of the tolerance it violates.
 NEGATIVE_CONTROL_FACTOR = 100.0
 #: On a GPU in bf16: error of document attention over that of torch's fused kernel on the same tokens as one document.
@@ -32,3 +34,19 @@ GPU_BF16_OVER_PLAIN_KERNEL = 1.5
 GPU_BF16 = 2e-2
 #: Loss of a trainer's step on a GPU in float32 (TF32 off) against the oracle.
 GPU_TRAINER = 2e-5
+#: Linear cross-entropy by chunks of tokens in float32 against whole logits in float64: loss and gradients.
+LOSS_FLOAT32 = 2e-6
+#: The same in float64.
+LOSS_FLOAT64 = 1e-12
+#: The same in bfloat16, against whole logits of the inputs as bfloat16 holds them.
+LOSS_BFLOAT16 = 1e-2
+#: A model's loss and every gradient with the loss computed from hidden states against its own: both float32 (each is
+#: about 5e-7 off), and the same in float64.
+HEAD_LOSS_FLOAT32 = 2e-6
+HEAD_LOSS_FLOAT64 = 1e-12
+#: A model split over tensor-parallel ranks, in float32, against its documents alone in float64: loss and the worst
+#: gradient, and the mean over gradients.
+TENSOR_PARALLEL = 1e-5
+TENSOR_PARALLEL_MEAN = 1e-6
+#: The same under bfloat16 autocast, against one process under the same: sums are rounded in another order.
+TENSOR_PARALLEL_BFLOAT16 = 3e-2

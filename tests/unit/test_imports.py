@@ -20,7 +20,7 @@ ORDER = (
     ("packing",),
     ("sharding",),
     ("simulator",),
-    ("attention",),
+    ("attention", "loss"),
     ("parallel",),
     ("data",),
     ("profiling", "accounting", "training_args", "callbacks", "plots"),

@@ -1,0 +1,224 @@
+"""The part of ``WLBTrainer`` that splits the model: over tensor-parallel ranks, and with FSDP2 over the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from hf_wlb.parallel import (
+    ParallelMesh,
+    ParallelSizes,
+    ParameterLayout,
+    TensorShard,
+    WLBParallelismConfig,
+    check_launcher,
+    check_tensor_parallel,
+    failing_together,
+    is_sharded,
+    reduce_over_replicas,
+    same_start,
+    shard_parameters,
+    split_model,
+    verify_gradients,
+    verify_settings,
+    wrap_data_parallel,
+)
+from hf_wlb.trainer.compilation import compile_decoder_layers, no_whole_model_compilation
+from hf_wlb.training_args import WLBTrainingArguments
+
+
+def check_processes(args: TrainingArguments) -> None:
+    """Refuses processes that would not know of each other and train the same thing side by side.
+
+    Raises:
+        ValueError: A launcher started several, on a machine without a GPU and without ``use_cpu``.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != args.world_size:
+        raise ValueError(
+            f"{started} processes were started, but there is no GPU for them, so each would train by itself. Set "
+            "use_cpu=True (--use_cpu) to train on the CPU together."
+        )
+
+
+def agreed_sizes(args: WLBTrainingArguments) -> ParallelSizes:
+    """The mesh's sizes, compared over all processes first: some might fit and others not. All must call it together.
+
+    Raises:
+        RuntimeError: On every rank, if their arguments differ.
+        ValueError: On every rank, if the sizes do not multiply to the processes, or the launcher wants others.
+    """
+    check_processes(args)
+    given = {name: getattr(args, name) for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size")}
+    verify_settings({"context_length": args.context_length, **given, "fsdp": args.shard_parameters})
+    sizes = args.parallel_sizes(args.world_size)
+    check_launcher(sizes)
+    if args.shard_parameters and sizes.dp_shard * sizes.cp == 1:
+        raise ValueError(
+            f"fsdp shards parameters over dp_shard_size x cp_size ranks, but both are 1 here ({sizes}). Set "
+            "dp_shard_size, or leave fsdp out."
+        )
+    return sizes
+
+
+class SplitModel(Trainer):
+    """``Trainer`` whose model may be in parts; ``WLBTrainer`` sets the attributes before Trainer's own.
+
+    Attributes:
+        mesh: This process's place.
+        layout: Which part of every parameter is here.
+    """
+
+    mesh: ParallelMesh
+    layout: ParameterLayout
+    model: Any
+    _parallelism: WLBParallelismConfig
+    _whole_model = True  # until it is split
+    _gradients_verified = False  # in the first step
+
+    @property
+    def _splits(self) -> bool:
+        """Whether a process holds less than all parameters."""
+        return self.mesh.tp_size > 1 or cast(WLBTrainingArguments, self.args).shard_parameters
+
+    # ---- Accelerate ----
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return {**built, "parallelism_config": self._parallelism, "dynamo_plugin": no_whole_model_compilation()}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Accelerate keeps the first mesh of a process for good; a second trainer may have another one."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state.parallelism_config = self._parallelism
+        self.accelerator.state.device_mesh = self.mesh.device_mesh
+
+    def get_tp_size(self) -> int:
+        """Ranks that see the same tokens."""
+        return self.mesh.tp_size
+
+    # ---- splitting ----
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        if self._splits and (self._whole_model or self._offloads):
+            return  # whole, it may be too large for a device: each takes its part first
+        super()._move_model_to_device(model, device)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Trainer's; a model that is made anew for training is split anew."""
+        model = super().call_model_init(trial)
+        if not self._whole_model:
+            self._split(model)
+        return model
+
+    @property
+    def _fsdp_options(self) -> Mapping[str, Any]:
+        given = self.args.fsdp_config if self.args.fsdp else None
+        return given if isinstance(given, dict) else {}
+
+    @property
+    def _offloads(self) -> bool:
+        return _is_true(self._fsdp_options.get("cpu_offload", False))
+
+    def _check_split(self, model: torch.nn.Module) -> None:
+        """Refuses, before anything is split, what could not be trained in parts. Does not talk to other ranks."""
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            raise ValueError(
+                "the model was split by from_pretrained (tp_plan or distributed_config). Load it whole, on the CPU, "
+                "and set tp_size, dp_shard_size or fsdp in WLBTrainingArguments."
+            )
+        if not self._splits:
+            return
+        if self.optimizer is not None:
+            raise ValueError(
+                "optimizers=... holds the parameters of the whole model, but this run splits them "
+                f"({self.mesh.sizes}). Pass optimizer_cls_and_kwargs, or name it with optim."
+            )
+        if cast(WLBTrainingArguments, self.args).compute_dtype is torch.float16:
+            raise ValueError("fp16 does not go together with tp_size or fsdp; set bf16=True instead.")
+        if self.mesh.tp_size > 1:
+            if self.args.use_liger_kernel:
+                raise ValueError(
+                    "use_liger_kernel replaces modules that tp_size has split. Leave it out; fused_loss uses Liger "
+                    "Kernel's loss by itself where it can."
+                )
+            check_tensor_parallel(model, self.mesh.tp_size)
+
+    def _split(self, model: torch.nn.Module) -> None:
+        """Keeps this process's part of the parameters, and compiles layers. All processes must call this together."""
+        args, shards = cast(WLBTrainingArguments, self.args), dict[str, TensorShard]()
+        if self._splits:
+            same_start(model, args.device)
+        if self.mesh.tp_size > 1:
+            shards = split_model(cast(PreTrainedModel, model), self.mesh)
+        with failing_together():
+            compile_decoder_layers(cast(PreTrainedModel, model), args)
+        if args.shard_parameters:
+            options = self._fsdp_options
+            shard_parameters(
+                model,
+                self.mesh,
+                compute_dtype=args.compute_dtype,
+                reshard_after_forward=_is_true(options.get("reshard_after_forward", True)),
+                cpu_offload=self._offloads,
+                layer_classes=options.get("transformer_layer_cls_to_wrap") or (),
+            )
+        self.layout, self._whole_model = ParameterLayout(self.mesh, shards), False
+        if self._splits:
+            self.is_distributed_loading_by_transformers = True  # Accelerate must not wrap it again
+            if self.place_model_on_device:
+                self._move_model_to_device(model, args.device)
+
+    # ---- gradients ----
+
+    def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
+        """DDP among the ranks that hold tokens where tensor-parallel ones are not among them; else as Trainer."""
+        wrapped: torch.nn.Module = super()._wrap_model(model, training, dataloader)
+        if not training or wrapped is not self.model or not self._splits or is_sharded(wrapped):
+            return wrapped
+        handler = self.accelerator.ddp_handler
+        options = {} if handler is None else handler.to_kwargs()
+        return wrap_data_parallel(wrapped, self.mesh, self.args.device, **options)
+
+    def _sync_replicated_trainable_parameters(self, model: torch.nn.Module) -> None:
+        """Not Trainer's: our parameters start alike, and every gradient is summed over the mesh."""
+
+    @contextlib.contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        reduce_over_replicas(self.model, now=False)
+        try:
+            yield
+        finally:
+            reduce_over_replicas(self.model, now=True)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
+        if not self._splits:
+            return cast(torch.Tensor, super()._clip_grad_norm(model))  # type: ignore[no-untyped-call]
+        norm = self._split_norm()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        factor = torch.clamp(self.args.max_grad_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+        return norm
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        if not self._splits:
+            return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        return self._split_norm() if grad_norm is None else grad_norm
+
+    def _split_norm(self) -> torch.Tensor:
+        """Of the whole gradient, every element once."""
+        model: torch.nn.Module = self.accelerator.unwrap_model(self.model)  # names without what wraps it
+        if self.mesh.tp_size > 1 and not self._gradients_verified:
+            verify_gradients(model, self.mesh, self.layout.tensor_shards)
+            self._gradients_verified = True
+        return self.layout.total_norm((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() == "true"

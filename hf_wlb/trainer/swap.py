@@ -1,0 +1,82 @@
+"""What a script that was written for ``Trainer`` means to ``WLBTrainer``: its arguments and its collator."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+from transformers import TrainingArguments
+
+from hf_wlb.data import WLBDataCollator
+from hf_wlb.training_args import WLBTrainingArguments
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED = 1000  # documents to look at for the context length
+_ROUNDED_TO = 128  # tokens
+
+
+def planned_arguments(args: TrainingArguments | None, train_dataset: Any) -> WLBTrainingArguments:
+    """``args`` as they are, or what plain ``TrainingArguments`` mean.
+
+    Plain ones train data parallel over all processes; a device gets one packed micro-batch at a time, of the length of
+    the longest document in a sample of the data, and ``gradient_accumulation_steps`` is the number of micro-batches
+    per replica. What is different from ``Trainer`` is said in a warning.
+
+    Args:
+        args: Given by the user; not changed.
+        train_dataset: To look at, if there is no context length.
+
+    Raises:
+        ValueError: If the data cannot be looked at beforehand, or the arguments do not go together with planning.
+    """
+    if isinstance(args, WLBTrainingArguments):
+        return args
+    if args is None:
+        args = TrainingArguments(output_dir="tmp_trainer")  # as Trainer does
+    if not isinstance(args, TrainingArguments):
+        raise ValueError(f"WLBTrainer needs WLBTrainingArguments or TrainingArguments, got {type(args).__name__}")
+    context_length = _sampled_context_length(train_dataset)
+    planned = WLBTrainingArguments.from_plain(args, context_length=context_length)
+    logger.warning(
+        "WLBTrainer got plain TrainingArguments: a device trains one packed micro-batch of about %s tokens at a time "
+        "(context_length, the longest of up to %s documents, rounded up) instead of %s padded rows, and %s of them per "
+        "step (gradient_accumulation_steps). Give WLBTrainingArguments(context_length=...) to choose for yourself.",
+        f"{context_length:,}",
+        f"{_SAMPLED:,}",
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+    )
+    return planned
+
+
+def planned_collator(given: Any) -> WLBDataCollator | None:
+    """The user's collator if it packs, else None, with a warning that says so."""
+    if given is None or isinstance(given, WLBDataCollator):
+        return given
+    logger.warning(
+        "WLBTrainer packs documents without padding: data_collator %s is replaced by WLBDataCollator.",
+        type(given).__name__,
+    )
+    return None
+
+
+def _sampled_context_length(train_dataset: Any) -> int:
+    needed = "Give WLBTrainingArguments(context_length=...): the tokens that a micro-batch holds on average."
+    if train_dataset is None or not hasattr(train_dataset, "__len__") or not hasattr(train_dataset, "__getitem__"):
+        raise ValueError(
+            "plain TrainingArguments say nothing of a context length, and there is no train_dataset with a length to "
+            f"look at. {needed}"
+        )
+    documents = cast(Sequence[Any], train_dataset)
+    step = max(1, len(documents) // _SAMPLED)
+    longest = 0
+    for index in range(0, len(documents), step):
+        row = documents[index]
+        if not isinstance(row, dict) or "input_ids" not in row:
+            raise ValueError(f"row {index} of the train_dataset has no input_ids: tokenise the documents first.")
+        longest = max(longest, len(row["input_ids"]))
+    if not longest:
+        raise ValueError(f"the train_dataset holds no documents with tokens. {needed}")
+    return -(-longest // _ROUNDED_TO) * _ROUNDED_TO

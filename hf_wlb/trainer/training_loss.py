@@ -1,0 +1,67 @@
+"""The part of ``WLBTrainer`` that computes the loss: from hidden states where nobody asks for logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+from transformers import PreTrainedModel, Trainer
+
+from hf_wlb.loss import HeadLoss, check_head_loss, choose_fused_loss, plain_head
+from hf_wlb.parallel import ParallelMesh, ParameterLayout, VocabularyGroup
+from hf_wlb.training_args import WLBTrainingArguments
+
+
+class TrainingLoss(Trainer):
+    """``Trainer`` whose logits never exist as a whole in training; ``WLBTrainer`` sets the attributes."""
+
+    mesh: ParallelMesh
+    layout: ParameterLayout
+    _head_loss: HeadLoss | None = None
+    _logits_needed = False
+
+    def _check_head(self, model: PreTrainedModel) -> None:
+        """Refuses a head whose loss cannot be computed so, before it is split. Does not talk to other ranks."""
+        args = cast(WLBTrainingArguments, self.args)
+        if self.compute_loss_func is not None and args.fused_loss not in ("auto", "off"):
+            raise ValueError(
+                f"compute_loss_func gets logits, but fused_loss={args.fused_loss!r} computes the loss without them. "
+                "Leave one of them away."
+            )
+        if args.fused_loss != "off" and self.compute_loss_func is None:
+            check_head_loss(model)
+
+    def _set_up_loss(self, model: PreTrainedModel) -> None:
+        """Once each process has its part of the model."""
+        args = cast(WLBTrainingArguments, self.args)
+        if args.fused_loss == "off" or self.compute_loss_func is not None:
+            return
+        head = plain_head(model)
+        name = next(name for name, parameter in model.named_parameters() if parameter is head.weight)
+        splits = name in self.layout.tensor_shards
+        dtype = args.compute_dtype or head.weight.dtype
+        function = choose_fused_loss(args.fused_loss, args.device.type, dtype, split_vocabulary=splits)
+        assert function is not None
+        rows = sum(self.layout.tensor_shards[name].blocks) if splits else 0
+        vocabulary = VocabularyGroup(self.mesh.tp_group, rows) if splits else None
+        self._head_loss = HeadLoss(model, function, label_smoothing=args.label_smoothing_factor, vocabulary=vocabulary)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; from hidden states, chunk by chunk, unless logits are to be predicted, too."""
+        if self._head_loss is None or self._logits_needed:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        smoother, self.label_smoother = self.label_smoother, None  # the fused loss smooths by itself
+        try:
+            with self._head_loss.enabled():
+                return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.label_smoother = smoother
+
+    @contextlib.contextmanager
+    def _with_logits(self, needed: bool) -> Iterator[None]:
+        before, self._logits_needed = self._logits_needed, needed
+        try:
+            yield
+        finally:
+            self._logits_needed = before

@@ -1,0 +1,113 @@
+"""Swapping Trainer for WLBTrainer in a script: what its arguments, collator and counters then mean."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, TrainingArguments
+
+from hf_wlb import WLBTrainer, WLBTrainingArguments
+from hf_wlb.data.text import load_documents
+from hf_wlb.data.tokenization import tokenize_documents, train_byte_level_bpe
+from hf_wlb.presets import preset_config
+from tests.support.source_tree import REPOSITORY
+from tests.support.tiny_llama import random_documents, tiny_llama
+from tests.support.training import rows_of
+
+DIFF = re.compile(r"```diff\n(.*?)```", re.DOTALL)
+
+
+def plain(folder: Path, **options: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    return TrainingArguments(str(folder), **{**settings, **options})
+
+
+def test_plain_arguments_train_with_the_longest_document_as_context(tmp_path: Path, caplog: Any) -> None:
+    rows = [{"input_ids": document} for document in random_documents([200, 130, 30, 5, 90, 61] * 4)]
+    given = plain(tmp_path, gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2)
+    before = dict(given.__dict__)
+    with caplog.at_level(logging.WARNING):
+        trainer = WLBTrainer(tiny_llama(), given, DataCollatorWithFlattening(), rows)
+    assert given.__dict__ == before  # the script's own object is left alone
+    assert isinstance(trainer.args, WLBTrainingArguments)
+    assert (trainer.args.context_length, trainer.args.per_device_train_batch_size) == (256, 1)
+    assert (trainer.args.learning_rate, trainer.args.num_train_epochs) == (1e-2, 2)
+    said = "\n".join(caplog.messages)
+    assert "one packed micro-batch of about 256 tokens at a time" in said
+    assert "instead of 8 padded rows, and 2 of them per step" in said
+    assert "data_collator DataCollatorWithFlattening is replaced by WLBDataCollator" in said
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps == sum(trainer._steps_by_epoch)
+
+
+def test_without_arguments_it_is_trainers_default(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = WLBTrainer(tiny_llama(), train_dataset=rows_of())
+    assert (trainer.args.output_dir, trainer.args.context_length) == ("tmp_trainer", 128)
+
+
+def test_what_cannot_be_looked_at_needs_a_context_length(tmp_path: Path) -> None:
+    cases: dict[str, Any] = {
+        r"no train_dataset with a length.*Give WLBTrainingArguments\(context_length": iter(rows_of()),
+        "holds no documents with tokens": [{"input_ids": []}],
+        "row 0 of the train_dataset has no input_ids": [{"text": "a"}],
+    }
+    for sentence, rows in cases.items():
+        with pytest.raises(ValueError, match=sentence):
+            WLBTrainer(tiny_llama(), plain(tmp_path), train_dataset=rows)
+    with pytest.raises(ValueError, match="got dict"):
+        WLBTrainer(tiny_llama(), {}, train_dataset=rows_of())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, "the step planner decides what trains together"),
+        ({"dataloader_drop_last": True}, "would lose documents"),
+        ({"auto_find_batch_size": True}, "lower S_max"),
+    ],
+)
+def test_options_that_would_not_do_what_they_say_are_refused(options: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        WLBTrainer(tiny_llama(), plain(tmp_path, **options), train_dataset=rows_of())
+
+
+def scripts() -> tuple[str, str]:
+    """The README's script before and after the swap."""
+    (diff,) = DIFF.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    lines = diff.splitlines()
+    assert all(line[:1] in ("+", "-", " ", "") for line in lines)
+    before, after = ("\n".join(line[1:] for line in lines if line[:1] not in (left_out,)) for left_out in ("+", "-"))
+    return before, after
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_readmes_script_runs_before_and_after_the_swap(which: int, tmp_path: Path) -> None:
+    script = scripts()[which]
+    assert ("WLBTrainer(" in script) == bool(which)
+    texts = load_documents(None).select(range(40))
+    tokenizer = train_byte_level_bpe(texts["text"], vocab_size=300)
+    documents = tokenize_documents(texts, tokenizer).filter(lambda row: row["length"] < 400)
+    documents.remove_columns("length").save_to_disk(str(tmp_path / "documents"))
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = preset_config("tiny", vocab_size=len(tokenizer))
+    config.num_hidden_layers = 1
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    ran = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.vocab_size == len(tokenizer)
+    assert ("WLBTrainer got plain TrainingArguments" in ran.stderr) == bool(which)

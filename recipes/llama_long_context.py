@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_wlb import WLBTrainer, WLBTrainingArguments
 from hf_wlb.callbacks import MetricsFileCallback
-from hf_wlb.data.text import load_documents
+from hf_wlb.data.text import load_documents, load_rows
 from hf_wlb.data.tokenization import tokenize_documents, train_byte_level_bpe
 from hf_wlb.presets import MODEL_PRESETS
 
@@ -40,7 +40,7 @@ DEMO = parts.CONFIGS / "demo.yaml"
 
 @dataclass
 class RecipeArguments(parts.ModelArguments):
-    """What to train on what; data are text, jsonl or parquet."""
+    """What to train on what; data are text, jsonl, parquet, or rows with input_ids that were tokenised before."""
 
     text_column: str | None = field(default=None, metadata={"help": "Column with the text; default: text."})
 
@@ -60,6 +60,27 @@ def build_tokenizer(recipe: RecipeArguments, texts: Any) -> PreTrainedTokenizerB
     return train_byte_level_bpe(texts["text"], vocab_size=recipe.vocab_size)
 
 
+def load_tokenised(recipe: RecipeArguments, training: WLBTrainingArguments) -> tuple[Any, Any]:
+    """Documents with the columns input_ids and length, and their tokenizer (None for those tokenised before)."""
+    if recipe.dataset is not None and recipe.text_column is None:
+        rows = load_rows(recipe.dataset, split=recipe.dataset_split, config_name=recipe.dataset_config)
+        if "input_ids" in rows.column_names:
+            tokenizer = None if recipe.tokenizer is None else AutoTokenizer.from_pretrained(recipe.tokenizer)
+            return parts.first_of(parts.with_lengths(rows, recipe), recipe), tokenizer
+    texts = load_documents(
+        recipe.dataset,
+        split=recipe.dataset_split,
+        text_column=recipe.text_column,
+        config_name=recipe.dataset_config,
+    )
+    texts = parts.first_of(texts, recipe)
+    tokenizer = build_tokenizer(recipe, texts)
+    documents = tokenize_documents(
+        texts, tokenizer, num_proc=recipe.preprocessing_workers, drop_empty=training.empty_documents == "skip"
+    )
+    return documents, tokenizer
+
+
 def prepare(recipe: RecipeArguments, training: WLBTrainingArguments) -> tuple[WLBTrainer, dict[str, str]]:
     """Documents, tokenizer and model in a trainer.
 
@@ -67,21 +88,7 @@ def prepare(recipe: RecipeArguments, training: WLBTrainingArguments) -> tuple[WL
         ValueError, OSError: In words for the user, where a path, a column or a setting is wrong.
     """
     with training.main_process_first(desc="preparing the documents"):
-        texts = load_documents(
-            recipe.dataset,
-            split=recipe.dataset_split,
-            text_column=recipe.text_column,
-            config_name=recipe.dataset_config,
-        )
-        if recipe.max_documents is not None:
-            texts = texts.select(range(min(recipe.max_documents, len(texts))))
-        tokenizer = build_tokenizer(recipe, texts)
-        documents = tokenize_documents(
-            texts,
-            tokenizer,
-            num_proc=recipe.preprocessing_workers,
-            drop_empty=training.empty_documents == "skip",
-        )
+        documents, tokenizer = load_tokenised(recipe, training)
     trainer = WLBTrainer(
         model=parts.build_model(recipe, training.seed, tokenizer),
         args=training,
@@ -92,10 +99,10 @@ def prepare(recipe: RecipeArguments, training: WLBTrainingArguments) -> tuple[WL
     return trainer, {}
 
 
-def main() -> None:
+def main() -> WLBTrainer:
     """Trains from the arguments on the command line."""
     recipe, training = parse_arguments(sys.argv[1:])
-    parts.run(training, lambda: prepare(recipe, training))
+    return parts.run(training, lambda: prepare(recipe, training))
 
 
 if __name__ == "__main__":

@@ -124,17 +124,39 @@ def _read_settings(parser: Any, config: Path) -> dict[str, Any]:
     return values
 
 
-def build_model(recipe: ModelArguments, seed: int, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def first_of(rows: Any, recipe: ModelArguments) -> Any:
+    """As many rows as are asked for."""
+    return rows if recipe.max_documents is None else rows.select(range(min(recipe.max_documents, len(rows))))
+
+
+def with_lengths(rows: Any, recipe: ModelArguments) -> Any:
+    """Documents that were tokenised before, with the column that planning reads."""
+    if "length" in rows.column_names:
+        return rows
+
+    def measured(row: dict[str, Any]) -> dict[str, int]:
+        return {"length": len(row["input_ids"])}
+
+    return rows.map(measured, num_proc=recipe.preprocessing_workers, desc="Measuring")
+
+
+def build_model(recipe: ModelArguments, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
     """A preset or a configuration with fresh weights, or a pretrained model.
+
+    Args:
+        recipe: Says which.
+        seed: Of fresh weights.
+        tokenizer: Of the documents; None where they were tokenised before, by the model's own.
 
     Raises:
         ValueError: If the tokenizer has more tokens than the model.
     """
     set_seed(seed)
     if recipe.model in MODEL_PRESETS:
-        config = preset_config(recipe.model, vocab_size=len(tokenizer))
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        config.pad_token_id = tokenizer.pad_token_id
+        config = preset_config(recipe.model, vocab_size=None if tokenizer is None else len(tokenizer))
+        if tokenizer is not None:
+            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
         return AutoModelForCausalLM.from_config(config, dtype=None if recipe.weights == "auto" else recipe.weights)
     folder = Path(recipe.model)
     if (folder / "config.json").is_file() and not any(_weight_files(folder)):
@@ -144,7 +166,7 @@ def build_model(recipe: ModelArguments, seed: int, tokenizer: PreTrainedTokenize
     else:
         model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.weights)
     entries = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > entries:
+    if tokenizer is not None and len(tokenizer) > entries:
         raise ValueError(
             f"The tokenizer has {len(tokenizer):,} tokens, but {recipe.model} has embeddings for {entries:,}. Give the "
             "tokenizer that belongs to the model."
@@ -164,7 +186,7 @@ def last_complete_checkpoint(folder: Path) -> Path:
     return max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
-def run(training: Any, prepare: Callable[[], tuple[WLBTrainer, dict[str, str]]]) -> None:
+def run(training: Any, prepare: Callable[[], tuple[WLBTrainer, dict[str, str]]]) -> WLBTrainer:
     """Prepares, trains, saves, and says what happened.
 
     Args:
@@ -195,6 +217,7 @@ def run(training: Any, prepare: Callable[[], tuple[WLBTrainer, dict[str, str]]])
     if trainer.is_world_process_zero():
         compare_with_next_fit(console, trainer, folder)
         console.print(f"Model and metrics: {folder}")
+    return trainer
 
 
 def describe_run(console: Console, trainer: WLBTrainer, more: dict[str, str]) -> None:

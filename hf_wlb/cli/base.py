@@ -25,7 +25,7 @@ app = typer.Typer(
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-Model = Annotated[str | None, typer.Option(help="Preset (550M, 7B, 30B, 70B) or folder of a Transformers config.")]
+Model = Annotated[str | None, typer.Option(help="Preset (550M, 1B, 7B, 30B, 70B) or folder of a Transformers config.")]
 Crossover = Annotated[float | None, typer.Option(help="Tokens at which attention equals linear work.")]
 ProfileFile = Annotated[str | None, typer.Option(help="Measured profile (JSON).")]
 Hardware = Annotated[str, typer.Option(help="With --model: h100, h100-flash-attn-4 or cpu.")]

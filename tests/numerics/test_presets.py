@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_wlb.presets import MODEL_PRESETS, preset_config
 
 # Millions of parameters: Llama-2-7B and Llama-3-70B have exactly these; the others follow from their shapes.
-PARAMETERS = {"tiny": 0.230, "550M": 557.774, "7B": 6738.416, "30B": 30406.778, "70B": 70553.706}
-PROMISED = {"550M": 550.0, "7B": 7000.0, "30B": 30000.0, "70B": 70000.0}
+PARAMETERS = {"tiny": 0.230, "550M": 557.774, "1B": 1235.814, "7B": 6738.416, "30B": 30406.778, "70B": 70553.706}
+PROMISED = {"550M": 550.0, "1B": 1236.0, "7B": 7000.0, "30B": 30000.0, "70B": 70000.0}
 
 
 def count_parameters(config: LlamaConfig) -> int:
@@ -67,7 +67,7 @@ def test_names_ignore_case() -> None:
 
 
 def test_unknown_name_lists_the_presets() -> None:
-    with pytest.raises(ValueError, match=r"no model preset '8B'; the presets are tiny, 550M, 7B, 30B, 70B"):
+    with pytest.raises(ValueError, match=r"no model preset '8B'; the presets are tiny, 550M, 1B, 7B, 30B, 70B"):
         preset_config("8B")
 
 

@@ -1,0 +1,119 @@
+"""How the trainer's benchmark is shown: a line a run, the RESULT line, README.md's table. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from readme_table import between_marks
+
+BEGIN, END = "<!-- trainer-table:begin -->", "<!-- trainer-table:end -->"
+
+#: What the results hold, in words; in the JSON file too.
+COLUMNS = {
+    "steps": "the run's own logs, one row a step (see WLBTrainer); of the overhead run pairs of steps over the same "
+    "micro-batches, trainer_seconds and bare_seconds",
+    "mfu": "model FLOPs (6 x weights without embedding lookups x tokens + causal attention per document, forward and "
+    "backward, no recomputation) over seconds, GPUs and 989 TFLOP/s; median over the steps after the warm-up",
+    "tokens_per_second_per_gpu": "of wall-clock time, all of a step's work included; median as well",
+    "overhead": "median over pairs of steps of trainer_seconds / bare_seconds - 1",
+}
+
+
+def counted(run: Mapping[str, Any], warmups: int) -> list[dict[str, float]]:
+    """The steps after the warm-up."""
+    steps: list[dict[str, float]] = run.get("steps", [])
+    return steps[warmups:]
+
+
+def middle(run: Mapping[str, Any], name: str, warmups: int) -> float | None:
+    """A figure's median over the counted steps; None where it was not logged."""
+    found = [row[name] for row in counted(run, warmups) if name in row]
+    return median(found) if found else None
+
+
+def overhead(run: Mapping[str, Any], warmups: int) -> float | None:
+    """What the trainer adds to a bare loop."""
+    ratios = [row["trainer_seconds"] / row["bare_seconds"] for row in counted(run, warmups) if "bare_seconds" in row]
+    return median(ratios) - 1 if ratios else None
+
+
+def result(runs: Mapping[str, Any], warmups: int) -> dict[str, float | None]:
+    """The RESULT line."""
+    shares = [share for run in runs.values() if (share := middle(run, "mfu", warmups)) is not None]
+    extra = [value for run in runs.values() if (value := overhead(run, warmups)) is not None]
+    found: dict[str, float | None] = {
+        "mfu_best": round(max(shares), 4) if shares else None,
+        "overhead": round(extra[0], 4) if extra else None,
+    }
+    for name, run in runs.items():
+        speed = middle(run, "tokens_per_second_per_gpu", warmups)
+        if speed is not None:
+            found["tokens_per_second_per_gpu_" + re.sub(r"\W+", "_", name)] = round(speed, 1)
+    return found
+
+
+def run_line(name: str, run: Mapping[str, Any], warmups: int) -> str:
+    """What a run came to."""
+    if "problem" in run:
+        return f"{name}: failed after {run['seconds']} s"
+    extra = overhead(run, warmups)
+    if extra is not None:
+        return f"{name}: {extra:+.2%} ({run['seconds']} s)"
+    share, speed = middle(run, "mfu", warmups), middle(run, "tokens_per_second_per_gpu", warmups)
+    memory = run["machine"].get("peak_memory_gib")
+    return (
+        f"{name}: MFU {'-' if share is None else f'{share:.1%}'}, {speed:,.0f} tokens/s/GPU, "
+        f"{'-' if memory is None else f'{memory:.0f} GiB'} ({run['seconds']} s)"
+    )
+
+
+def readme_table(results: Mapping[str, Any]) -> str:
+    """README.md's table and what it says."""
+    settings, about = results["settings"], results["environment"]
+    machine, warmups = about["machine"], settings["warmups"]
+    lines = [
+        f"`recipes/llama_long_context.py` with a {settings['model']} Llama, micro-batches of "
+        f"{settings['context_length']:,} tokens, {settings['micro_batches']} a step, bfloat16, "
+        f"{machine['devices']} x {machine['device']}, attention kernel `{machine['attention_kernel']}`; documents "
+        f"drawn from {about['lengths']}, cut at the context length. Medians over {settings['steps'] - warmups} steps.",
+        "",
+        "| split | MFU | tokens/s/GPU | step s | slowest rank over mean | peak GiB | recomputation | compiled |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, run in results["runs"].items():
+        share = middle(run, "mfu", warmups)
+        if share is None:
+            continue
+        speed, tokens = (middle(run, key, warmups) for key in ("tokens_per_second_per_gpu", "tokens_per_step"))
+        even = middle(run, "rank_imbalance", warmups)
+        assert speed is not None and tokens is not None and even is not None
+        options = run["options"]
+        cells = (
+            name.removesuffix(", not compiled"),
+            f"{share:.1%}",
+            f"{speed:,.0f}",
+            f"{tokens / speed / run['processes']:.2f}",
+            f"{even:.3f}",
+            f"{run['machine']['peak_memory_gib']:.0f}",
+            "yes" if "activation_checkpointing" in options else "no",
+            "yes" if "torch_compile" in options else "no",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    extra = results["result"]["overhead"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines += [
+        "",
+        "MFU counts 6 x weights (no embedding lookups) x tokens and causal attention within documents, forward and "
+        "backward, no recomputation, against 989 TFLOP/s. On one GPU a step of `WLBTrainer` takes "
+        f"{extra:+.1%} of that of a bare loop over the same micro-batches. {versions}; {about['date']}, commit "
+        f"{about['commit']}; `python recipes/benchmarks/trainer.py`.",
+    ]
+    return "\n".join(lines)
+
+
+def with_table(readme: str, table: str) -> str:
+    """README's text with another table."""
+    return between_marks(readme, table, BEGIN, END)

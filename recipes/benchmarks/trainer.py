@@ -65,8 +65,19 @@ def documents(settings: Settings, lengths: Path | None, folder: Path) -> IntArra
     return kept
 
 
+def memory_gib(use_cpu: bool) -> float:
+    """Of one device."""
+    if use_cpu:
+        return float("inf")
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
+
+
 def run(case: Case, settings: Settings, data: Path, folder: Path, use_cpu: bool) -> dict[str, Any]:
     """One split, in processes of its own: the recipe's logs, step by step."""
+    more = {"activation_checkpointing": True} if memory_gib(use_cpu) < case.recompute_below_gib else {}
+    more = {**case.options, **more}
     output = folder / "run"
     shutil.rmtree(output, ignore_errors=True)
     script = [str(OVERHEAD if case.overhead else RUN)]
@@ -86,7 +97,7 @@ def run(case: Case, settings: Settings, data: Path, folder: Path, use_cpu: bool)
         "learning_rate": 1e-4,
         "seed": settings.seed,
         **({"use_cpu": True} if use_cpu else {"bf16": True}),
-        **case.options,
+        **more,
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.processes)]
     command = [*launcher, *script, *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
@@ -100,7 +111,7 @@ def run(case: Case, settings: Settings, data: Path, folder: Path, use_cpu: bool)
     except subprocess.TimeoutExpired as error:
         problem = f"longer than {LIMIT_S:g} s; {str(error.stderr)[-2000:]}"
     found = {
-        "options": {name: str(value) for name, value in case.options.items()},
+        "options": {name: str(value) for name, value in more.items()},
         "processes": case.processes,
         "seconds": round(time.perf_counter() - start, 1),
         "command": shlex.join(["torchrun", "--nproc_per_node", str(case.processes), Path(script[0]).name])
@@ -116,31 +127,30 @@ def run(case: Case, settings: Settings, data: Path, folder: Path, use_cpu: bool)
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
-    """All runs and what they come to."""
+    """All runs and what they come to; written after each of them."""
     settings, cases = (QUICK, CASES["quick"]) if options.quick else (SETTINGS, CASES["full"])
     wanted = [case for case in cases if not options.only or case.name in options.only]
     runs: dict[str, Any] = {}
+    results: dict[str, Any] = {"schema": SCHEMA, "columns": show.COLUMNS, "settings": asdict(settings), "runs": runs}
     with tempfile.TemporaryDirectory(prefix="hf_wlb_trainer_") as temporary:
         folder = Path(temporary)
         lengths = documents(settings, options.lengths, folder / "documents")
-        for case in wanted:
-            runs[case.name] = run(case, settings, folder / "documents", folder, options.use_cpu)
-            print(show.run_line(case.name, runs[case.name], settings.warmups), flush=True)
-    return {
-        "schema": SCHEMA,
-        "columns": show.COLUMNS,
-        "environment": {
+        about = {
             "date": datetime.now(UTC).date().isoformat(),
             "commit": options.commit,
-            "lengths": "built-in sampler" if options.lengths is None else options.lengths.stem,
+            "lengths": "the built-in sampler" if options.lengths is None else f"`{options.lengths.stem}`",
             "documents": len(lengths),
             "longest": int(lengths.max()),
-            "machine": next((found["machine"] for found in runs.values() if "machine" in found), {}),
-        },
-        "settings": asdict(settings),
-        "runs": runs,
-        "result": show.result(runs, settings.warmups),
-    }
+        }
+        for case in wanted:
+            runs[case.name] = run(case, settings, folder / "documents", folder, options.use_cpu)
+            machine = next((found["machine"] for found in runs.values() if "machine" in found), {})
+            results |= {"environment": {**about, "machine": machine}, "result": show.result(runs, settings.warmups)}
+            print(show.run_line(case.name, runs[case.name], settings.warmups), flush=True)
+            if not options.quick:
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results
 
 
 def main(given: list[str] | None = None) -> int:
@@ -153,9 +163,6 @@ def main(given: list[str] | None = None) -> int:
         readme.write_text(text, encoding="utf-8")
         return 0
     results = benchmark(options)
-    if not options.quick:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("RESULT", json.dumps(results["result"]), flush=True)
     return int(any("problem" in found for found in results["runs"].values()))
 

@@ -25,8 +25,8 @@ class Settings:
     vocabulary: int = 128_256
     context_length: int = 65_536
     micro_batches: int = 4
-    steps: int = 12
-    warmups: int = 4
+    steps: int = 10
+    warmups: int = 3
     shrink: int = 1
     seed: int = 0
 
@@ -41,6 +41,7 @@ class Case:
         replicas: Of the model.
         options: Arguments of the recipe besides.
         overhead: Whether it compares WLBTrainer with a bare loop instead.
+        recompute_below_gib: Activations are recomputed on devices of less memory.
     """
 
     name: str
@@ -48,20 +49,20 @@ class Case:
     replicas: int
     options: dict[str, Any] = field(default_factory=dict)
     overhead: bool = False
+    recompute_below_gib: float = 0.0
 
 
 SETTINGS = Settings()
 QUICK = Settings(model="tiny", vocabulary=2_000, context_length=1_024, micro_batches=2, steps=4, warmups=1, shrink=128)
 _COMPILED = {"torch_compile": True, "ddp_find_unused_parameters": False}
 _EAGER = {"ddp_find_unused_parameters": False}
-_RECOMPUTE = {"activation_checkpointing": True}
 
 CASES: dict[str, tuple[Case, ...]] = {
     "full": (
         Case("cp4", 4, 1, {"cp_size": 4, **_COMPILED}),
-        Case("dp2 x cp2", 4, 2, {"cp_size": 2, **_COMPILED, **_RECOMPUTE}),
+        Case("dp2 x cp2", 4, 2, {"cp_size": 2, **_COMPILED}, recompute_below_gib=120.0),
         Case("cp2 x tp2", 4, 1, {"cp_size": 2, "tp_size": 2, **_COMPILED}),
-        Case("fsdp4", 4, 4, {"dp_shard_size": 4, **_COMPILED, **_RECOMPUTE}),
+        Case("fsdp4", 4, 4, {"dp_shard_size": 4, **_COMPILED}, recompute_below_gib=250.0),
         Case("fsdp over cp4", 4, 1, {"cp_size": 4, "dp_shard_size": 1, "fsdp": "true", **_COMPILED}),
         Case("cp4, not compiled", 4, 1, {"cp_size": 4, **_EAGER}),
         Case("overhead", 1, 1, {"context_length": 16_384, "max_document_tokens": 16_384, **_EAGER}, overhead=True),

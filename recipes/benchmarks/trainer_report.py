@@ -16,8 +16,8 @@ COLUMNS = {
     "steps": "the run's own logs, one row a step (see WLBTrainer); of the overhead run pairs of steps over the same "
     "micro-batches, trainer_seconds and bare_seconds",
     "mfu": "model FLOPs (6 x weights without embedding lookups x tokens + causal attention per document, forward and "
-    "backward, no recomputation) over seconds, GPUs and 989 TFLOP/s; median over the steps after the warm-up",
-    "tokens_per_second_per_gpu": "of wall-clock time, all of a step's work included; median as well",
+    "backward, no recomputation) over seconds, GPUs and 989 TFLOP/s; of all steps after the warm-up together",
+    "tokens_per_second_per_gpu": "of wall-clock time, all of a step's work included; of those steps together as well",
     "overhead": "median over pairs of steps of trainer_seconds / bare_seconds - 1",
 }
 
@@ -28,10 +28,22 @@ def counted(run: Mapping[str, Any], warmups: int) -> list[dict[str, float]]:
     return steps[warmups:]
 
 
-def middle(run: Mapping[str, Any], name: str, warmups: int) -> float | None:
-    """A figure's median over the counted steps; None where it was not logged."""
-    found = [row[name] for row in counted(run, warmups) if name in row]
-    return median(found) if found else None
+def seconds(run: Mapping[str, Any], warmups: int) -> list[float]:
+    """Of every counted step."""
+    return [
+        row["tokens_per_step"] / row["tokens_per_second_per_gpu"] / run["processes"]
+        for row in counted(run, warmups)
+        if "tokens_per_second_per_gpu" in row
+    ]
+
+
+def over_time(run: Mapping[str, Any], name: str, warmups: int) -> float | None:
+    """A rate's mean over the time of the counted steps; None where it was not logged."""
+    times = seconds(run, warmups)
+    rates = [row[name] for row in counted(run, warmups) if name in row]
+    if not rates:
+        return None
+    return sum(rate * time for rate, time in zip(rates, times, strict=True)) / sum(times)
 
 
 def overhead(run: Mapping[str, Any], warmups: int) -> float | None:
@@ -42,14 +54,14 @@ def overhead(run: Mapping[str, Any], warmups: int) -> float | None:
 
 def result(runs: Mapping[str, Any], warmups: int) -> dict[str, float | None]:
     """The RESULT line."""
-    shares = [share for run in runs.values() if (share := middle(run, "mfu", warmups)) is not None]
+    shares = [share for run in runs.values() if (share := over_time(run, "mfu", warmups)) is not None]
     extra = [value for run in runs.values() if (value := overhead(run, warmups)) is not None]
     found: dict[str, float | None] = {
         "mfu_best": round(max(shares), 4) if shares else None,
         "overhead": round(extra[0], 4) if extra else None,
     }
     for name, run in runs.items():
-        speed = middle(run, "tokens_per_second_per_gpu", warmups)
+        speed = over_time(run, "tokens_per_second_per_gpu", warmups)
         if speed is not None:
             found["tokens_per_second_per_gpu_" + re.sub(r"\W+", "_", name)] = round(speed, 1)
     return found
@@ -62,7 +74,7 @@ def run_line(name: str, run: Mapping[str, Any], warmups: int) -> str:
     extra = overhead(run, warmups)
     if extra is not None:
         return f"{name}: {extra:+.2%} ({run['seconds']} s)"
-    share, speed = middle(run, "mfu", warmups), middle(run, "tokens_per_second_per_gpu", warmups)
+    share, speed = over_time(run, "mfu", warmups), over_time(run, "tokens_per_second_per_gpu", warmups)
     memory = run["machine"].get("peak_memory_gib")
     return (
         f"{name}: MFU {'-' if share is None else f'{share:.1%}'}, {speed:,.0f} tokens/s/GPU, "
@@ -78,24 +90,23 @@ def readme_table(results: Mapping[str, Any]) -> str:
         f"`recipes/llama_long_context.py` with a {settings['model']} Llama, micro-batches of "
         f"{settings['context_length']:,} tokens, {settings['micro_batches']} a step, bfloat16, "
         f"{machine['devices']} x {machine['device']}, attention kernel `{machine['attention_kernel']}`; documents "
-        f"drawn from {about['lengths']}, cut at the context length. Medians over {settings['steps'] - warmups} steps.",
+        f"drawn from {about['lengths']}, cut at the context length. {settings['steps'] - warmups} steps, "
+        "the time of the median one.",
         "",
         "| split | MFU | tokens/s/GPU | step s | slowest rank over mean | peak GiB | recomputation | compiled |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, run in results["runs"].items():
-        share = middle(run, "mfu", warmups)
-        if share is None:
+        share, speed = (over_time(run, figure, warmups) for figure in ("mfu", "tokens_per_second_per_gpu"))
+        if share is None or speed is None:
             continue
-        speed, tokens = (middle(run, key, warmups) for key in ("tokens_per_second_per_gpu", "tokens_per_step"))
-        even = middle(run, "rank_imbalance", warmups)
-        assert speed is not None and tokens is not None and even is not None
+        even = median(row["rank_imbalance"] for row in counted(run, warmups))
         options = run["options"]
         cells = (
             name.removesuffix(", not compiled"),
             f"{share:.1%}",
             f"{speed:,.0f}",
-            f"{tokens / speed / run['processes']:.2f}",
+            f"{median(seconds(run, warmups)):.2f}",
             f"{even:.3f}",
             f"{run['machine']['peak_memory_gib']:.0f}",
             "yes" if "activation_checkpointing" in options else "no",

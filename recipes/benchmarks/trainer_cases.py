@@ -16,7 +16,7 @@ class Settings:
         context_length: Tokens of a micro-batch on average, and of the longest document.
         micro_batches: Of a step, all replicas together.
         steps: Of a run.
-        warmups: The first of them, which are not counted: kernels are compiled and memory is found in them.
+        warmups: The first of them, which are not counted: kernels are compiled in them, for ever new sizes at first.
         shrink: Lengths are divided by it.
         seed: Of documents and weights.
     """
@@ -25,8 +25,8 @@ class Settings:
     vocabulary: int = 128_256
     context_length: int = 65_536
     micro_batches: int = 4
-    steps: int = 10
-    warmups: int = 3
+    steps: int = 20
+    warmups: int = 10
     shrink: int = 1
     seed: int = 0
 

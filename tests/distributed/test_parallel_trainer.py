@@ -1,37 +1,46 @@
-"""WLBTrainer under every split: whoever holds which tokens and which parameters, it is the same training."""
+"""WLBTrainer under every split: whoever holds which tokens and which parameters, it is the same training.
+
+Weights are float64, so that storing them rounds nothing away; norms, rotary angles and the loss stay float32 inside
+Transformers and the trainer.
+"""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from hf_wlb import WLBTrainer
 from tests.numerics.test_families import ACCEPTED, VOCABULARY, build
 from tests.support.oracle import relative_error
 from tests.support.spawn import run_distributed
+from tests.support.tolerances import EVALUATION, NEGATIVE_CONTROL_FACTOR, SPLITS, SPLITS_MEAN
 from tests.support.training import Recorder, trainer_of
 
 STEPS = 10
 MICRO_BATCHES = 4  # of a step, all replicas together
-FAMILIES = ("llama", "qwen3", "mistral, window", "gemma3", "gpt_oss, sinks", "qwen3_moe")
-#: By number of processes: what each split is called in the arguments.
-SPLIT_BY: dict[int, dict[str, dict[str, Any]]] = {
-    1: {f"accumulation {steps}": {"context_length": 64 // steps} for steps in ()},
+LLAMA = "llama"
+FAMILIES = (LLAMA, "qwen3", "mistral, window", "gemma3", "gpt_oss, sinks", "qwen3_moe")
+#: Split by number of processes: its arguments, and the families that are tried.
+SPLIT_BY: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
     2: {
-        "dp2": {},
-        "cp2": {"cp_size": 2},
-        "tp2": {"tp_size": 2},
-        "fsdp2": {"dp_shard_size": 2},
-        "fsdp over cp2": {"cp_size": 2, "fsdp": True},
+        "dp2": ({}, (LLAMA,)),
+        "cp2": ({"cp_size": 2}, FAMILIES),
+        "tp2": ({"tp_size": 2}, FAMILIES),
+        "fsdp2": ({"dp_shard_size": 2}, FAMILIES),
+        "fsdp over cp2": ({"cp_size": 2, "fsdp": True}, (LLAMA,)),
     },
     4: {
-        "dp2 x cp2": {"cp_size": 2},
-        "dp2 x tp2": {"tp_size": 2},
-        "cp2 x tp2": {"cp_size": 2, "tp_size": 2},
-        "fsdp2 x cp2": {"dp_shard_size": 2, "cp_size": 2},
-        "fsdp2 x tp2": {"dp_shard_size": 2, "tp_size": 2},
-        "dp2 x fsdp2": {"dp_replicate_size": 2, "dp_shard_size": 2},
+        "dp2 x cp2": ({"cp_size": 2}, (LLAMA,)),
+        "dp2 x tp2": ({"tp_size": 2}, (LLAMA,)),
+        "cp2 x tp2": ({"cp_size": 2, "tp_size": 2}, (LLAMA, "gemma3", "gpt_oss, sinks")),
+        "fsdp2 x cp2": ({"dp_shard_size": 2, "cp_size": 2}, (LLAMA, "mistral, window", "qwen3_moe")),
+        "fsdp2 x tp2": ({"dp_shard_size": 2, "tp_size": 2}, ("qwen3",)),
+        "dp2 x fsdp2": ({"dp_replicate_size": 2, "dp_shard_size": 2}, (LLAMA,)),
     },
 }
 RUN: dict[str, Any] = {
@@ -44,6 +53,14 @@ RUN: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "weight_decay": 0.1,
 }
+#: Options that meet splitting somewhere, tried on the tiny Llama with each of SPLIT_EXTRAS.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "label smoothing": {"label_smoothing_factor": 0.2},
+    "recomputation": {"activation_checkpointing": True},
+    "whole logits": {"fused_loss": "off"},
+    "gradients gathered again": {"gradient_accumulation_steps": 1},
+}
+SPLIT_EXTRAS = ("tp2", "fsdp2")
 
 
 class Steps(Recorder):
@@ -82,63 +99,210 @@ class Outcome:
 
     @property
     def updates(self) -> list[dict[str, torch.Tensor]]:
-        """Of all steps together, and of the first."""
+        """Of the first step, and of all together."""
         first, second, last = self.parameters[0], self.parameters[1], self.parameters[-1]
         return [{name: then[name] - first[name] for name in first} for then in (second, last)]
 
+    def differences(self, expected: "Outcome") -> dict[str, float]:
+        """The largest relative difference over the steps of everything that two runs can be compared by."""
+        assert self.documents == expected.documents
 
-def run(folder: str, family: str, dp_size: int, **options: Any) -> Outcome:
-    steps = Steps()
+        def scalar(found: list[float], wanted: list[float]) -> float:
+            return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+
+        pairs = {"gradient": (self.gradients, expected.gradients), "update": (self.updates, expected.updates)}
+        return {
+            "loss": scalar(self.losses, expected.losses),
+            "gradient norm": scalar(self.norms, expected.norms),
+            **{
+                f"{what} of {name}": max(relative_error(a[name], b[name]) for a, b in zip(found, wanted, strict=True))
+                for what, (found, wanted) in pairs.items()
+                for name in expected.gradients[0]
+            },
+        }
+
+
+def rows() -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 25, (160,), generator=generator).tolist()
-    rows = [{"input_ids": torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()} for length in lengths]
+    return [{"input_ids": torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()} for length in lengths]
+
+
+def replicas(world_size: int, options: dict[str, Any]) -> int:
+    return world_size // (options.get("cp_size", 1) * options.get("tp_size", 1))
+
+
+def prepared(folder: str, family: str, dp_size: int, options: dict[str, Any]) -> tuple[WLBTrainer, Steps]:
+    steps = Steps()
     settings = {**RUN, "gradient_accumulation_steps": MICRO_BATCHES // dp_size, **options}
-    trainer, _ = trainer_of(folder, rows, build(ACCEPTED[family]).double(), callbacks=[steps], **settings)
-    steps.trainer = trainer
+    steps.trainer, _ = trainer_of(folder, rows(), build(ACCEPTED[family]).double(), callbacks=[steps], **settings)
+    return steps.trainer, steps
+
+
+def run(folder: str, family: str, dp_size: int, **options: Any) -> Outcome:
+    trainer, steps = prepared(folder, family, dp_size, options)
     trainer.train()
+    return outcome(steps)
+
+
+def outcome(steps: Steps) -> Outcome:
     documents = [sorted((d.index, d.start, d.length) for d in plan.documents) for plan in steps.plans]
     norms = [log["grad_norm"] for log in steps.logs if "loss" in log]
     return Outcome(steps.losses, norms, steps.whole_gradients, steps.parameters, documents)
 
 
-def runs(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Outcome]]:
-    found = {}
-    for split, options in SPLIT_BY[world_size].items():
-        inner = options.get("cp_size", 1) * options.get("tp_size", 1)
-        found[split] = {family: run(folder, family, world_size // inner, **options) for family in FAMILIES}
+def metrics(prediction: Any) -> dict[str, float]:
+    valid = prediction.label_ids[:, 1:] != -100
+    right = (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]) & valid
+    return {"targets": float(valid.sum()), "right": float(right.sum())}
+
+
+def without_training(folder: str, dp_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Evaluation, predictions and generation of a split model; before training, and evaluation again after it."""
+    settings = {**RUN, "max_steps": 2, "gradient_accumulation_steps": MICRO_BATCHES // dp_size, **options}
+    evaluated = rows()[:9]
+    more: dict[str, Any] = {"eval_dataset": evaluated, "compute_metrics": metrics}
+    trainer, _ = trainer_of(folder, rows(), build(ACCEPTED[LLAMA]), **settings, **more)
+    before, predicted = trainer.evaluate(), trainer.predict(evaluated)
+    prompt = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    generate: Any = trainer.model
+    with torch.no_grad():
+        generated = generate.generate(**prompt, max_new_tokens=5, do_sample=False, use_cache=True, pad_token_id=0)
+    trainer.train()
+    return {
+        "before": before,
+        "predictions": predicted.predictions,
+        "labels": predicted.label_ids,
+        "generated": generated.tolist(),
+        "after": trainer.evaluate()["eval_loss"],
+    }
+
+
+def unsummed(folder: str) -> Outcome:
+    """What an all-reduce of gradients that is left out gives: control of the comparison."""
+    trainer, steps = prepared(folder, LLAMA, 2, {})
+    trainer._wrap_model = lambda model, *args, **kwargs: model  # type: ignore[method-assign]
+    trainer.accelerator.prepare_model = functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True)
+    trainer.train()
+    return outcome(steps)
+
+
+class MeanOfMeans(WLBTrainer):
+    """Every rank divides by its own tokens."""
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> torch.Tensor:
+        own = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples)
+        return torch.as_tensor(own) * dist.get_world_size()
+
+
+def mean_of_means(folder: str) -> Outcome:
+    trainer, steps = prepared(folder, LLAMA, 2, {})
+    trainer.__class__ = MeanOfMeans
+    trainer.train()
+    return outcome(steps)
+
+
+def runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        split: {family: run(folder, family, replicas(world_size, options), **options) for family in families}
+        for split, (options, families) in SPLIT_BY[world_size].items()
+    }
+    if world_size == 2:
+        given = {split: SPLIT_BY[2][split][0] for split in SPLIT_EXTRAS}
+        found["extras"] = {
+            (split, name): run(folder, LLAMA, replicas(2, options), **{**options, **adapted(extra, split)})
+            for split, options in given.items()
+            for name, extra in EXTRAS.items()
+        }
+        found["without training"] = {
+            split: without_training(folder, replicas(2, options), options) for split, options in given.items()
+        }
+        found["controls"] = {"no all-reduce": unsummed(folder), "mean of means": mean_of_means(folder)}
     return found if rank == 0 else {}
 
 
-def differences(found: Outcome, expected: Outcome) -> dict[str, list[float]]:
-    """Relative differences of everything that two runs can be compared by."""
-    pairs = {
-        "gradient": zip(found.gradients, expected.gradients, strict=True),
-        "update": zip(found.updates, expected.updates, strict=True),
-    }
-    return {
-        "loss": [abs(a / b - 1) for a, b in zip(found.losses, expected.losses, strict=True)],
-        "norm": [abs(a / b - 1) for a, b in zip(found.norms, expected.norms, strict=True)],
-        **{
-            f"{what} of {name}": [relative_error(a[name], b[name]) for a, b in both]
-            for what, both in {what: list(both) for what, both in pairs.items()}.items()
-            for name in expected.gradients[0]
-        },
-    }
+def adapted(extra: dict[str, Any], split: str) -> dict[str, Any]:
+    """A step of one micro-batch a replica has as many of them as there are replicas."""
+    return {name: value for name, value in extra.items() if name != "gradient_accumulation_steps" or split != "tp2"}
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: Any) -> dict[str, Outcome]:
-    return {family: run(str(tmp_path_factory.mktemp("single")), family, 1) for family in FAMILIES}
+def single(tmp_path_factory: Any) -> Any:
+    """One process alone, each run made when it is first asked for."""
+
+    @functools.cache
+    def ask(family: str, extra: str | None = None, micro_batches: int = MICRO_BATCHES) -> Outcome:
+        options = dict(EXTRAS.get(extra or "", {}))
+        options["gradient_accumulation_steps"] = micro_batches
+        return run(str(tmp_path_factory.mktemp("single")), family, 1, **options)
+
+    return ask
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_split_trains_alike(ranks: int, single: dict[str, Outcome], tmp_path: Path) -> None:
-    found = run_distributed(runs, ranks, str(tmp_path), timeout_s=400)[0]
-    for split, by_family in found.items():
-        for family, outcome in by_family.items():
-            expected = single[family]
-            assert outcome.documents == expected.documents
-            errors = differences(outcome, expected)
-            worst = max(errors, key=lambda name: max(errors[name]))
-            flat = [error for some in errors.values() for error in some]
-            print(f"{split:15} {family:16} {max(errors[worst]):.1e} {worst:60} mean {sum(flat) / len(flat):.1e}")
+@pytest.fixture(scope="module")
+def split_runs(tmp_path_factory: Any) -> Any:
+    @functools.cache
+    def ask(ranks: int) -> dict[str, Any]:
+        return run_distributed(runs, ranks, str(tmp_path_factory.mktemp(f"ranks_{ranks}")), timeout_s=400)[0]
+
+    return ask
+
+
+def check(found: Outcome, expected: Outcome, what: str) -> None:
+    errors = found.differences(expected)
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= SPLITS, f"{what}: {worst} is {errors[worst]:.1e} off"
+    assert sum(errors.values()) / len(errors) <= SPLITS_MEAN, what
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(ranks, split) for ranks, splits in SPLIT_BY.items() for split in splits])
+def test_a_split_trains_as_one_process(ranks: int, split: str, split_runs: Any, single: Any) -> None:
+    found = split_runs(ranks)[split]
+    assert found.keys() == set(SPLIT_BY[ranks][split][1])
+    for family, outcome in found.items():
+        check(outcome, single(family), f"{split}, {family}")
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("split", SPLIT_EXTRAS)
+def test_options_that_meet_splitting(split: str, extra: str, split_runs: Any, single: Any) -> None:
+    changes = "gradient_accumulation_steps" in adapted(EXTRAS[extra], split)
+    expected = single(LLAMA, extra, replicas(2, SPLIT_BY[2][split][0]) if changes else MICRO_BATCHES)
+    check(split_runs(2)["extras"][split, extra], expected, f"{split}, {extra}")
+
+
+def test_accumulation_is_only_a_matter_of_order(tmp_path: Path, single: Any) -> None:
+    """One process whose steps are the same documents in 1, 2 or 4 micro-batches."""
+    few = [{"input_ids": row["input_ids"][:6]} for row in rows()]  # four documents are a step
+    found = {}
+    for pieces in (1, 2, 4):
+        options: dict[str, Any] = {"context_length": 24 // pieces, "max_document_tokens": 6, "packer": "concat-and-cut"}
+        options |= {"gradient_accumulation_steps": pieces, "max_tokens_per_micro_batch": 24 // pieces}
+        steps = Steps()
+        settings = {**RUN, **options}
+        whole = [row for row in few if len(row["input_ids"]) == 6]  # so that none is cut
+        steps.trainer, _ = trainer_of(tmp_path, whole, build(ACCEPTED[LLAMA]).double(), callbacks=[steps], **settings)
+        steps.trainer.train()
+        found[pieces] = outcome(steps)
+    for pieces in (2, 4):
+        check(found[pieces], found[1], f"{pieces} micro-batches")
+
+
+@pytest.mark.parametrize("control", ["no all-reduce", "mean of means"])
+def test_the_comparison_notices(control: str, split_runs: Any, single: Any) -> None:
+    errors = split_runs(2)["controls"][control].differences(single(LLAMA))
+    assert max(errors.values()) > NEGATIVE_CONTROL_FACTOR * SPLITS
+    assert sum(errors.values()) / len(errors) > NEGATIVE_CONTROL_FACTOR * SPLITS_MEAN
+
+
+@pytest.mark.parametrize("split", SPLIT_EXTRAS)
+def test_evaluation_prediction_and_generation(split: str, split_runs: Any, tmp_path: Path) -> None:
+    found, expected = split_runs(2)["without training"][split], without_training(str(tmp_path), 1, {})
+    for name in ("eval_loss", "eval_targets", "eval_right"):
+        assert found["before"][name] == pytest.approx(expected["before"][name], rel=EVALUATION)
+    assert found["generated"] == expected["generated"]
+    assert found["after"] == pytest.approx(expected["after"], rel=1e-5)
+    if split == "tp2":  # micro-batches, and so rows, are those of one process
+        assert np.array_equal(found["labels"], expected["labels"])
+        valid = expected["labels"] != -100
+        np.testing.assert_allclose(found["predictions"][valid], expected["predictions"][valid], rtol=1e-4, atol=1e-5)

@@ -26,6 +26,10 @@ RESUME = 0.0
 CHECKPOINTING = 1e-6
 #: Loss and every gradient of compiled decoder layers against the same layers uncompiled, float32.
 COMPILED = 1e-5
+#: Training under a split against one process over ten steps, float64 weights and float32 inside: the worst of the loss,
+#: the gradient norm, every gradient and every parameter's update, and their mean.
+SPLITS = 1e-5
+SPLITS_MEAN = 1e-6
 #: What a negative control must miss its reference by, at least, in units of the tolerance it violates.
 NEGATIVE_CONTROL_FACTOR = 100.0
 #: On a GPU in bf16: error of document attention over that of torch's fused kernel on the same tokens as one document.

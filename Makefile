@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 EXTRA ?= test
 # Passed on to pytest by test and test-fast: make test PYTEST_ARGS="-k spawn -x"
 PYTEST_ARGS ?=
+# Test files that run at the same time, on a core each (those of several processes share theirs)
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +35,7 @@ demo: $(VENV)/.installed-base ## Train a tiny Llama on real text, a few minutes 
 		recipes/llama_long_context.py --output_dir runs/demo
 
 test: $(VENV)/.installed-test ## Run all tests that this machine can run
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.installed-test ## Run the unit tests only (no torch)
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)

@@ -3,8 +3,8 @@
 The paper names its models by size (550M, 7B, 30B, 70B) and prints no shapes. The shapes here are ours: 7B and
 70B are those of Llama-2-7B and Llama-3-70B, 550M and 30B were chosen to give the parameter counts that their
 names promise (with a vocabulary of 32,000). 1B, which the paper has not, is Llama-3.2-1B with heads of size 128
-instead of 64, half as many, for the sake of attention kernels. ``tiny`` has 0.2 million parameters, for trying things out on a
-CPU: one core trains it at about 10,000 tokens per second on documents of up to 4K or 8K tokens.
+instead of 64, half as many, for the sake of attention kernels. ``tiny`` has 0.2 million parameters, for trying
+things out on a CPU: one core trains it at about 10,000 tokens per second on documents of up to 4K or 8K tokens.
 """
 
 from dataclasses import dataclass

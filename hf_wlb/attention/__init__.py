@@ -9,6 +9,7 @@ from hf_wlb.attention.kernels import (
     KernelRequest,
     available_kernels,
     choose_kernel,
+    warm_up,
 )
 from hf_wlb.attention.meter import KernelMeter
 from hf_wlb.attention.registration import document_attention_enabled, register
@@ -30,4 +31,5 @@ __all__ = [
     "choose_kernel",
     "document_attention_enabled",
     "register",
+    "warm_up",
 ]

@@ -19,6 +19,7 @@ from hf_wlb.attention import (
     LayerAttention,
     ShardTensors,
     choose_kernel,
+    warm_up,
 )
 from hf_wlb.parallel import ParallelMesh, ProcessGroupExchange, failing_together, verify_settings
 from hf_wlb.training_args import WLBTrainingArguments
@@ -47,6 +48,10 @@ class TrainerAttention:
         requests = list(dict.fromkeys(_in_training(layer.request, args) for layer in layers))
         with failing_together():
             chosen = [choose_kernel(request, args.attention_kernel) for request in requests]
+            calls = {(_in_training(layer.request, args), layer.heads, layer.kv_heads) for layer in layers}
+            for request, heads, kv_heads in calls:
+                kernel = chosen[requests.index(request)]
+                warm_up(kernel, request, heads // mesh.tp_size, max(1, kv_heads // mesh.tp_size))
         self.kernels = tuple(dict.fromkeys(kernel.name for kernel in chosen))
         self.meter = KernelMeter() if mesh.cp_size > 1 else None
         regather = args.regather_key_values
@@ -59,9 +64,9 @@ class TrainerAttention:
             verify_settings(self._compared(args, layers, requests, settings["regather"]))
             settings["exchange"] = ProcessGroupExchange(mesh.cp_group)
         # Layers that need different kernels choose for themselves in every call.
-        kernel = chosen[0] if len(self.kernels) == 1 else None
-        self._training = AttentionContext(kernel=kernel, meter=self.meter, **settings)
-        self._evaluation = replace(self._training, kernel=_in_evaluation(kernel, args), meter=None)
+        for_all = chosen[0] if len(self.kernels) == 1 else None
+        self._training = AttentionContext(kernel=for_all, meter=self.meter, **settings)
+        self._evaluation = replace(self._training, kernel=_in_evaluation(for_all, args), meter=None)
         self._device = args.device
 
     def _compared(

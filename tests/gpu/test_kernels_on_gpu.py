@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_wlb.attention.kernels import KERNELS, AttentionOptions, KernelRequest
+from hf_wlb.attention.kernels import KERNELS, AttentionOptions, KernelRequest, warm_up
 from hf_wlb.attention.kernels.selection import obstacle
 from hf_wlb.attention.segments import Segments
 from tests.support.attention_calls import Call, expected_of, outcome_of
@@ -179,3 +179,30 @@ def test_the_reference_kernel_agrees_on_a_gpu() -> None:
     inputs = GAPS.inputs(torch.bfloat16)
     found = on_cpu(outcome_of(KERNELS["reference"], GAPS, inputs, torch.bfloat16, "cuda"))
     assert worst_error(found, expected_of(GAPS, inputs)) <= GPU_BF16
+
+
+@pytest.mark.parametrize("heads", [(16, 4), (8, 8)])
+def test_training_finds_flash_attn_4_compiled(heads: tuple[int, int]) -> None:
+    """After its warm-up no micro-batch of whole documents and chunks is of a kind that has not been called."""
+    call = replace(CHUNKS, heads=heads[0], kv_heads=heads[1], **SIZE_128)
+    kernel = kernel_for("flash-attn-4", call)
+    from flash_attn.cute import interface
+
+    request = KernelRequest("cuda", torch.bfloat16, 128, 128, grouped=heads[0] != heads[1])
+    assert warm_up(kernel, request, *heads)
+    caches = (interface._flash_attn_fwd.compile_cache, interface._flash_attn_bwd.compile_cache)
+
+    def compiled() -> list[int]:
+        return [len(getattr(cache, "cache", cache)) for cache in caches]
+
+    before = compiled()
+    generator = torch.Generator().manual_seed(0)
+    for number in range(30):
+        k_lengths = torch.randint(1, 6000, (1 + number,), generator=generator).tolist()
+        q_lengths = k_lengths if number % 2 else [1 + length // 3 for length in k_lengths]
+        segments = Segments.from_lengths(q_lengths, k_lengths, device="cuda")
+        q = torch.ones(sum(q_lengths), heads[0], 128, dtype=torch.bfloat16, device="cuda")
+        k = torch.ones(sum(k_lengths), heads[1], 128, dtype=torch.bfloat16, device="cuda")
+        out, lse = kernel.forward(q, k, k, segments, AttentionOptions(128**-0.5))
+        kernel.backward(torch.ones_like(out), q, k, k, out, lse, segments, AttentionOptions(128**-0.5))
+    assert compiled() == before

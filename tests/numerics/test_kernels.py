@@ -20,6 +20,7 @@ from hf_wlb.attention.kernels import (
     choose_kernel,
     flash2,
     reference,
+    warm_up,
 )
 from hf_wlb.attention.segments import Segments
 from tests.support.attention_calls import Call, expected_of, outcome_of
@@ -197,6 +198,28 @@ WRONG: dict[str, tuple[Call, Call]] = {
     "a window that hides one token": (DOCUMENTS, replace(DOCUMENTS, sliding_window=299)),
     "no softcap": (replace(DOCUMENTS, softcap=1.5), DOCUMENTS),
 }
+
+
+class Compiling(ReferenceKernel):
+    """Counts its calls, as a kernel would that compiles when it is first used."""
+
+    compiles_at_first_use = True
+    backwards = 0
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        type(self).backwards += 1
+        return super().backward(*args, **kwargs)
+
+
+def test_a_kernel_that_compiles_is_called_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [((4, 6), (4, 6)), ((2,), (9,))]
+    monkeypatch.setattr("hf_wlb.attention.kernels.warming._CALLS", calls)
+    request = KernelRequest("cpu", torch.float32, 8, 16, sliding_window=True)
+    state = torch.random.get_rng_state()
+    assert warm_up(Compiling(), request, 4, 2) == Compiling.backwards == len(calls)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert warm_up(ReferenceKernel(), request, 4, 2) == 0
+    assert warm_up(Compiling(), replace(request, softcap=True), 4, 2) == 0
 
 
 @pytest.mark.parametrize("case", WRONG)

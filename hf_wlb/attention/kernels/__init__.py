@@ -3,6 +3,7 @@
 from hf_wlb.attention.kernels.base import AttentionKernel, AttentionOptions, Gradients, KernelRequest
 from hf_wlb.attention.kernels.reference import ReferenceKernel
 from hf_wlb.attention.kernels.selection import KERNELS, available_kernels, choose_kernel
+from hf_wlb.attention.kernels.warming import warm_up
 
 __all__ = [
     "KERNELS",
@@ -13,4 +14,5 @@ __all__ = [
     "ReferenceKernel",
     "available_kernels",
     "choose_kernel",
+    "warm_up",
 ]

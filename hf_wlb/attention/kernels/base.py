@@ -95,6 +95,8 @@ class AttentionKernel(ABC):
 
     #: What a user calls it by.
     name: str
+    #: Whether the first call of a kind takes seconds, see ``warm_up``.
+    compiles_at_first_use: bool = False
 
     def missing(self) -> str | None:
         """Why it cannot be used on this machine at all (a phrase like "x is not installed"), or None."""

@@ -21,6 +21,7 @@ class FlashAttention4Kernel(FusedKernel):
     """
 
     name = "flash-attn-4"
+    compiles_at_first_use = True
     capability = (9, 0)
 
     def _missing_library(self) -> str | None:

@@ -77,15 +77,26 @@ def check_loss(model: PreTrainedModel, shifted: bool = False) -> None:
         )
 
 
-class ShiftedLabelSmoother(LabelSmoother):
-    """Label smoothing over labels that were shifted before sharding."""
+class CausalLabelSmoother(LabelSmoother):
+    """Label smoothing of next-token losses.
+
+    Trainer decides by the model's class name whether labels have to be shifted, and FSDP2 changes that name.
+
+    Args:
+        epsilon: Share of the loss that is spread over the vocabulary.
+        shifted: Whether labels come shifted, as under context parallelism.
+    """
+
+    def __init__(self, epsilon: float, shifted: bool) -> None:
+        super().__init__(epsilon=epsilon)
+        self.shifted = shifted
 
     def __call__(
         self, model_output: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """As ``LabelSmoother``, but never shifts."""
+        """As ``LabelSmoother``, whatever it is told of shifting."""
         loss: torch.Tensor = super().__call__(  # type: ignore[no-untyped-call]
-            model_output, labels, False, num_items_in_batch
+            model_output, labels, not self.shifted, num_items_in_batch
         )
         return loss
 

@@ -204,7 +204,8 @@ class WLBTrainingArguments(TrainingArguments):
     def _check_sharding(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"):
             size = getattr(self, name)
-            _require(size is None or size >= 1, f"{name} must be a whole number of at least 1, got {size!r}.")
+            whole = size is None or (isinstance(size, int) and size >= 1)
+            _require(whole, f"{name} must be a whole number of at least 1, got {size!r}.")
         # Parameters are sharded over our own mesh, not by Accelerate's plugin.
         self.fsdp_plugin_args = None
         if not self.fsdp:

@@ -200,7 +200,8 @@ class DocumentReader:
         if self._empty == "error":
             raise ValueError(
                 f"document {index} has no tokens. Remove empty documents beforehand "
-                "(dataset.filter(lambda row: len(row['input_ids']) > 0)) or choose empty='skip' to have them counted."
+                "(dataset.filter(lambda row: len(row['input_ids']) > 0)) or choose empty='skip' "
+                "(empty_documents='skip' of WLBTrainingArguments) to have them counted."
             )
         self.counts.empty += 1
 

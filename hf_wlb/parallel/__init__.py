@@ -7,6 +7,7 @@ from hf_wlb.parallel.data_parallel import (
     reduce_over_replicas,
     same_start,
     shard_parameters,
+    verify_shapes,
     wrap_data_parallel,
 )
 from hf_wlb.parallel.exchange import ProcessGroupExchange
@@ -38,5 +39,6 @@ __all__ = [
     "verify_agreement",
     "verify_gradients",
     "verify_settings",
+    "verify_shapes",
     "wrap_data_parallel",
 ]

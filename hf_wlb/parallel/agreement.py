@@ -45,7 +45,7 @@ def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = No
         raise RuntimeError(
             f"The ranks do not agree on {what}: {by_rank(values)}. Every rank plans for itself and must be given the "
             "same documents in the same order, the same settings, seed, epoch and resume state, and the same version "
-            "of hf_wlb."
+            "of hf_wlb. A callback that stops, saves or evaluates must do so on every rank."
         )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from hf_wlb.parallel.agreement import verify_agreement
+from hf_wlb.parallel.agreement import verify_settings
 from hf_wlb.parallel.collectives import process_count
 from hf_wlb.parallel.mesh import ParallelMesh
 
@@ -110,26 +110,31 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def verify_shapes(model: torch.nn.Module) -> None:
+    """Compares the models of all ranks, but not their numbers. All ranks must call it together.
+
+    Raises:
+        RuntimeError: On every rank, if their models differ in names, shapes or types.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    shapes = "; ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named)
+    digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
+    verify_settings({"the names, shapes and types of the model's parameters (their digest)": digest})
+
+
 def same_start(model: torch.nn.Module, device: torch.device) -> None:
     """Gives all ranks the parameters and buffers of rank 0, one at a time. All ranks must call it together.
 
     DDP does so by itself; parts of models that were initialised differently would make a model that nobody made.
 
     Args:
-        model: Whole, of the same shapes on every rank.
+        model: Whole, of the same shapes on every rank, see ``verify_shapes``.
         device: Where the ranks can talk: parameters elsewhere go there and back.
-
-    Raises:
-        RuntimeError: On every rank, if their models differ in names, shapes or types.
     """
     if process_count() == 1:
         return
-    named = [*model.named_parameters(), *model.named_buffers()]
-    shapes = "; ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named)
-    digest = int.from_bytes(hashlib.sha256(shapes.encode()).digest()[:7], "big")
-    verify_agreement(digest, "the names, shapes and types of the model's parameters")
     with torch.no_grad():
-        for _, tensor in named:
+        for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_meta:
                 continue
             there = tensor.detach().to(device)

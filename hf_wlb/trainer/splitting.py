@@ -26,6 +26,7 @@ from hf_wlb.parallel import (
     split_model,
     verify_gradients,
     verify_settings,
+    verify_shapes,
     wrap_data_parallel,
 )
 from hf_wlb.trainer.compilation import compile_decoder_layers, no_whole_model_compilation
@@ -132,6 +133,10 @@ class SplitModel(Trainer):
                 "the model was split by from_pretrained (tp_plan or distributed_config). Load it whole, on the CPU, "
                 "and set tp_size, dp_shard_size or fsdp in WLBTrainingArguments."
             )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError("no parameter of the model is to be trained: requires_grad is False for all of them.")
+        if self._offloads and self.args.device.type == "cpu":
+            raise ValueError("fsdp_config['cpu_offload'] is for accelerators; leave it out on the CPU.")
         if not self._splits:
             return
         if self.optimizer is not None:
@@ -152,6 +157,7 @@ class SplitModel(Trainer):
     def _split(self, model: torch.nn.Module) -> None:
         """Keeps this process's part of the parameters, and compiles layers. All processes must call this together."""
         args, shards = cast(WLBTrainingArguments, self.args), dict[str, TensorShard]()
+        verify_shapes(model)
         if self._splits:
             same_start(model, args.device)
         if self.mesh.tp_size > 1:
@@ -177,10 +183,15 @@ class SplitModel(Trainer):
     # ---- gradients ----
 
     def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
-        """DDP among the ranks that hold tokens where tensor-parallel ones are not among them; else as Trainer."""
+        """DDP among the ranks that hold tokens, tensor-parallel ones left out.
+
+        Accelerate's own is over all ranks, and none at all where an evaluation came before training.
+        """
         wrapped: torch.nn.Module = super()._wrap_model(model, training, dataloader)
-        if not training or wrapped is not self.model or not self._splits or is_sharded(wrapped):
+        if not training or wrapped is not self.model or is_sharded(wrapped) or self.mesh.token_group is None:
             return wrapped
+        if not self._splits:  # Trainer does it for those that are split
+            self.accelerator.prepare_model(wrapped, evaluation_mode=True)
         handler = self.accelerator.ddp_handler
         options = {} if handler is None else handler.to_kwargs()
         return wrap_data_parallel(wrapped, self.mesh, self.args.device, **options)

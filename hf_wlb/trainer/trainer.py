@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
 
 from hf_wlb.accounting import (
+    CausalLabelSmoother,
     LogWindow,
-    ShiftedLabelSmoother,
     check_loss,
     packing_summary,
     save_planner_state,
@@ -163,6 +163,8 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
         return layers
 
     def _check_context_parallelism(self) -> None:
+        if self.label_smoother is not None:
+            self.label_smoother = CausalLabelSmoother(self.label_smoother.epsilon, shifted=self.mesh.cp_size > 1)
         if self.mesh.cp_size == 1:
             return
         if self.compute_loss_func is not None:
@@ -176,8 +178,6 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
                 "only a shard of the input_ids. Take the label_ids, or set cp_size=1."
             )
         check_loss(self._causal_lm, shifted=True)
-        if self.label_smoother is not None:
-            self.label_smoother = ShiftedLabelSmoother(epsilon=self.label_smoother.epsilon)
 
     def _collator(self, given: WLBDataCollator | None) -> WLBDataCollator:
         args, text_config = cast(WLBTrainingArguments, self.args), self._causal_lm.config.get_text_config()
@@ -349,7 +349,8 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
         if number is None:
             return None
         self._num_items = int(number)
-        return torch.clamp(torch.as_tensor(number), min=1)
+        # An integer: FSDP2 casts floating-point arguments to the type that is computed in.
+        return torch.clamp(torch.as_tensor(number), min=1).to(torch.int64)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with document_attention_enabled(self._causal_lm):

@@ -119,7 +119,7 @@ def expected(one_process: Any) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> list[dict[str, Any]]:
-    return run_distributed(splits, 2, root, timeout_s=300)
+    return run_distributed(splits, 2, root, timeout_s=400)
 
 
 def assert_losses(found: list[float], expected: list[float]) -> None:

@@ -71,7 +71,7 @@ def on_two(rank: int, world_size: int, folder: str) -> dict[str, tuple[float, in
 
 
 def test_two_context_parallel_ranks(tmp_path) -> None:
-    for found in run_distributed(on_two, 2, str(tmp_path), timeout_s=240):
+    for found in run_distributed(on_two, 2, str(tmp_path), timeout_s=400):
         assert len(found) == 2
         for name, (error, compiled, recompiled) in found.items():
             assert error <= COMPILED, name

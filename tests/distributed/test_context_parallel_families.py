@@ -66,7 +66,7 @@ def errors_of_families(rank: int, world_size: int, names: list[str]) -> dict[str
 
 
 def test_every_family_with_two_ranks() -> None:
-    for errors in run_distributed(errors_of_families, 2, list(ACCEPTED), timeout_s=300):
+    for errors in run_distributed(errors_of_families, 2, list(ACCEPTED), timeout_s=400):
         assert len({ACCEPTED[name].kind for name in errors}) >= 20
         for name, error in errors.items():
             assert error <= (MODEL_EXPERTS if ACCEPTED[name].experts else MODEL), name
@@ -89,7 +89,7 @@ def errors_of_strategies(rank: int, world_size: int) -> dict[str, float]:
 
 
 def test_every_strategy_with_four_ranks() -> None:
-    errors = run_distributed(errors_of_strategies, 4, timeout_s=240)[0]
+    errors = run_distributed(errors_of_strategies, 4, timeout_s=400)[0]
     control = errors.pop("labels shifted after sharding")
     assert len(errors) == 8 and max(errors.values()) <= MODEL_EXPERTS, errors
     assert control > NEGATIVE_CONTROL_FACTOR * MODEL_EXPERTS
@@ -121,7 +121,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_wrong_plan_is_refused_on_every_rank() -> None:
-    first, second = run_distributed(refusals, 2, timeout_s=60)
+    first, second = run_distributed(refusals, 2, timeout_s=400)
     for sentences in (first, second):
         assert "plans of different micro-batches or settings" in sentences[0]
     assert "rank 1 cannot attend: the plan is for a shard of" in first[1]

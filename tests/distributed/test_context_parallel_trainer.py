@@ -205,13 +205,13 @@ def one(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two(folder: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
     """One replica of two ranks; every run in one start, which takes longer than the runs."""
-    return run_distributed(on_two, 2, str(folder), timeout_s=300.0)
+    return run_distributed(on_two, 2, str(folder), timeout_s=400)
 
 
 @pytest.fixture(scope="module")
 def four(folder: Path) -> list[dict[str, Any]]:
     """Two replicas of two ranks, and one of four."""
-    return run_distributed(on_four, 4, str(folder), timeout_s=300.0)
+    return run_distributed(on_four, 4, str(folder), timeout_s=400)
 
 
 @pytest.fixture(params=["cp 2", "dp 2 x cp 2", "cp 4"])

@@ -58,9 +58,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "label smoothing": {"label_smoothing_factor": 0.2},
     "recomputation": {"activation_checkpointing": True},
     "whole logits": {"fused_loss": "off"},
+    "label smoothing of whole logits": {"label_smoothing_factor": 0.2, "fused_loss": "off"},
     "gradients gathered again": {"gradient_accumulation_steps": 1},
 }
 SPLIT_EXTRAS = ("tp2", "fsdp2")
+#: Splits that evaluate, predict and generate before they train.
+SPLIT_FIRST = ("dp2", "cp2", "tp2", "fsdp2")
 
 
 class Steps(Recorder):
@@ -159,7 +162,9 @@ def metrics(prediction: Any) -> dict[str, float]:
 
 def without_training(folder: str, dp_size: int, options: dict[str, Any]) -> dict[str, Any]:
     """Evaluation, predictions and generation of a split model; before training, and evaluation again after it."""
-    settings = {**RUN, "max_steps": 2, "gradient_accumulation_steps": MICRO_BATCHES // dp_size, **options}
+    smoothing = {"label_smoothing_factor": 0.2}  # of whole logits here, as they are predicted, too
+    accumulation = {"gradient_accumulation_steps": MICRO_BATCHES // dp_size}
+    settings = {**RUN, **smoothing, **accumulation, "max_steps": 4, **options}
     evaluated = rows()[:9]
     more: dict[str, Any] = {"eval_dataset": evaluated, "compute_metrics": metrics}
     trainer, _ = trainer_of(folder, rows(), build(ACCEPTED[LLAMA]), **settings, **more)
@@ -175,6 +180,7 @@ def without_training(folder: str, dp_size: int, options: dict[str, Any]) -> dict
         "labels": predicted.label_ids,
         "generated": generated.tolist(),
         "after": trainer.evaluate()["eval_loss"],
+        "norms": [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log],
     }
 
 
@@ -214,8 +220,9 @@ def runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             for split, options in given.items()
             for name, extra in EXTRAS.items()
         }
+        first = {split: SPLIT_BY[2][split][0] for split in SPLIT_FIRST}
         found["without training"] = {
-            split: without_training(folder, replicas(2, options), options) for split, options in given.items()
+            split: without_training(folder, replicas(2, options), options) for split, options in first.items()
         }
         found["controls"] = {"no all-reduce": unsummed(folder), "mean of means": mean_of_means(folder)}
     return found if rank == 0 else {}
@@ -295,14 +302,21 @@ def test_the_comparison_notices(control: str, split_runs: Any, single: Any) -> N
     assert sum(errors.values()) / len(errors) > NEGATIVE_CONTROL_FACTOR * SPLITS_MEAN
 
 
-@pytest.mark.parametrize("split", SPLIT_EXTRAS)
-def test_evaluation_prediction_and_generation(split: str, split_runs: Any, tmp_path: Path) -> None:
-    found, expected = split_runs(2)["without training"][split], without_training(str(tmp_path), 1, {})
+@pytest.fixture(scope="module")
+def evaluated_first(tmp_path_factory: Any) -> dict[str, Any]:
+    return without_training(str(tmp_path_factory.mktemp("evaluated")), 1, {})
+
+
+@pytest.mark.parametrize("split", SPLIT_FIRST)
+def test_evaluation_prediction_and_generation(split: str, split_runs: Any, evaluated_first: Any) -> None:
+    found, expected = split_runs(2)["without training"][split], evaluated_first
     for name in ("eval_loss", "eval_targets", "eval_right"):
         assert found["before"][name] == pytest.approx(expected["before"][name], rel=EVALUATION)
     assert found["generated"] == expected["generated"]
+    # An evaluation before training must not keep gradients from being summed.
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert found["after"] == pytest.approx(expected["after"], rel=1e-5)
-    if split == "tp2":  # micro-batches, and so rows, are those of one process
+    if split in ("cp2", "tp2"):  # micro-batches, and so rows, are those of one process
         assert np.array_equal(found["labels"], expected["labels"])
         valid = expected["labels"] != -100
         np.testing.assert_allclose(found["predictions"][valid], expected["predictions"][valid], rtol=1e-4, atol=1e-5)

@@ -192,7 +192,7 @@ def entered(mesh: ParallelMesh, rank: int) -> list[float]:
 
 
 def test_two_ranks() -> None:
-    first, second = run_distributed(on_two_ranks, 2, timeout_s=240)
+    first, second = run_distributed(on_two_ranks, 2, timeout_s=400)
     for found in (first, second):
         wrong = {name: errors for name, errors in found["families"].items() if not are_small(errors)}
         assert not wrong, wrong
@@ -246,6 +246,6 @@ def replicated(name: str, mesh: ParallelMesh, sharded: bool) -> Errors:
 
 
 def test_four_ranks() -> None:
-    for found in run_distributed(on_four_ranks, 4, timeout_s=240):
+    for found in run_distributed(on_four_ranks, 4, timeout_s=400):
         wrong = {case: errors for case, errors in found.items() if not are_small(errors)}
         assert len(found) == 11 and not wrong, wrong

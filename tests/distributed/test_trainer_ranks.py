@@ -122,7 +122,7 @@ def folder(tmp_path_factory: Any) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
     """Every run below, in one start of two processes, which takes longer than the runs."""
-    return run_distributed(_everything, 2, str(folder), timeout_s=240.0)
+    return run_distributed(_everything, 2, str(folder), timeout_s=400)
 
 
 def first_step_error(found: dict[str, Any], lengths: tuple[int, ...], label_smoothing: float = 0.0) -> float:

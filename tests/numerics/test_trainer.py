@@ -373,6 +373,20 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
             trainer_of(tmp_path, model=model)
 
 
+def test_the_number_of_tokens_is_an_integer(tmp_path: Path) -> None:
+    """FSDP2 under bf16 would round a floating-point number to three digits."""
+    trainer, _ = trainer_of(tmp_path)
+    batches = [batch for batch, _ in zip(trainer.get_train_dataloader(), range(2), strict=False)]
+    number = trainer._get_num_items_in_batch(batches, torch.device("cpu"))
+    assert number.dtype == torch.int64
+    assert int(number) == sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+
+
+def test_a_frozen_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no parameter of the model is to be trained"):
+        trainer_of(tmp_path, model=tiny_llama().requires_grad_(False))
+
+
 def test_missing_data_sets_and_another_transformers(tmp_path: Path, monkeypatch: Any) -> None:
     trainer, _ = trainer_of(tmp_path, eval_dataset=None)
     with pytest.raises(ValueError, match="requires an eval_dataset"):

@@ -30,7 +30,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-_SECONDS_TO_START = 120.0  # for all ranks to import torch and the function, and to meet; a busy machine is slow
+_SECONDS_TO_START = 240.0  # for all ranks to import torch and the function, and to meet; a busy machine is slow
 _SECONDS_TO_LEAVE = 10.0  # for a rank to end once its value is here; after that it is killed
 _SECONDS_TO_DUMP = 1.0  # for a hanging rank to write where it stands
 
@@ -43,7 +43,7 @@ class RankError(RuntimeError):
         self.rank = rank
 
 
-def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """Run `fn(rank, world_size, *args)` in `world_size` gloo processes; return their values in rank order.
 
     Every rank has one torch thread, the default process group (gloo over the loopback interface) and the
@@ -54,7 +54,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     Raises:
         RankError: a rank raised or died; of several, the first.
         TimeoutError: not all ranks had returned `timeout_s` seconds after the last of them had started; says
-            which and where each stood. Also if they had not all started after two minutes.
+            which and where each stood. Also if they had not all started after four minutes.
         ValueError: `world_size` below 1, or `fn` or `args` cannot be pickled.
     """
     if world_size < 1:

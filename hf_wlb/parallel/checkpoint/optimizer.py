@@ -76,8 +76,8 @@ def check_optimizer(optimizer: Any) -> None:
         raise ValueError(
             f"the optimizer {name} is not supported where parameters are split (fsdp, or tp_size above 1): it looks at "
             "whole matrices, or keeps state of another shape than the parameters. Set optim to one of "
-            f"{', '.join(ELEMENTWISE_OPTIM_NAMES)}, or pass an optimizer of torch.optim that treats every element by "
-            "itself."
+            f"{', '.join(ELEMENTWISE_OPTIM_NAMES)}, or pass optimizer_cls_and_kwargs with a class of torch.optim "
+            "that treats every element by itself."
         )
 
 

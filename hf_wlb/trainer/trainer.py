@@ -124,9 +124,9 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
             self.packing: PackingConfig = checked.packing_config(self.mesh.dp_size)
             self.workload = checked.workload_model(self._causal_lm.config) if workload is None else workload
             self.data_collator: Any = self._collator(data_collator)
+        self._attention = TrainerAttention(checked, layers, self.mesh)
         self._split(self.model)
         self._set_up_loss(self._causal_lm)
-        self._attention = TrainerAttention(checked, layers, self.mesh)
         self.attention_kernels = self._attention.kernels
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(WLBProgressCallback)

@@ -74,7 +74,7 @@ DIFFERING = {
     "deterministic": "full_determinism (rank 0 has False; rank 1 has True). They",
     "layers": "the model's attention (rank 0 has 2 layers of 4 heads and 2 KV heads of sizes 8 and 8; rank 1 has 1 lay",
     "heads": "the model's attention (rank 0 has 2 layers of 4 heads and 2 KV heads of sizes 8 and 8; rank 1 has 2 lay",
-    "sizes": "cp_size: rank 0 has 2; rank 1 has 3",
+    "sizes": "cp_size (rank 0 has 2; rank 1 has 3). They",
 }
 FAILING = {
     "dropout": "LlamaForCausalLM has attention_dropout=0.1",

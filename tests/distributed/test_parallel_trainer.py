@@ -31,7 +31,7 @@ SPLIT_BY: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         "dp2": ({}, (LLAMA,)),
         "cp2": ({"cp_size": 2}, FAMILIES),
         "tp2": ({"tp_size": 2}, FAMILIES),
-        "fsdp2": ({"dp_shard_size": 2}, FAMILIES),
+        "fsdp2": ({"dp_shard_size": 2}, (LLAMA, "gpt_oss, sinks", "qwen3_moe")),
         "fsdp over cp2": ({"cp_size": 2, "fsdp": True}, (LLAMA,)),
     },
     4: {
@@ -53,7 +53,7 @@ RUN: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "weight_decay": 0.1,
 }
-#: Options that meet splitting somewhere, tried on the tiny Llama with each of SPLIT_EXTRAS.
+#: Options that meet splitting somewhere, tried for three steps with each of SPLIT_EXTRAS.
 EXTRAS: dict[str, dict[str, Any]] = {
     "label smoothing": {"label_smoothing_factor": 0.2},
     "recomputation": {"activation_checkpointing": True},
@@ -216,7 +216,9 @@ def runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     if world_size == 2:
         given = {split: SPLIT_BY[2][split][0] for split in SPLIT_EXTRAS}
         found["extras"] = {
-            (split, name): run(folder, LLAMA, replicas(2, options), **{**options, **adapted(extra, split)})
+            (split, name): run(
+                folder, LLAMA, replicas(2, options), **{**options, **adapted(extra, split), "max_steps": 3}
+            )
             for split, options in given.items()
             for name, extra in EXTRAS.items()
         }
@@ -239,7 +241,7 @@ def single(tmp_path_factory: Any) -> Any:
 
     @functools.cache
     def ask(family: str, extra: str | None = None, micro_batches: int = MICRO_BATCHES) -> Outcome:
-        options = dict(EXTRAS.get(extra or "", {}))
+        options = {} if extra is None else {**EXTRAS[extra], "max_steps": 3}
         options["gradient_accumulation_steps"] = micro_batches
         return run(str(tmp_path_factory.mktemp("single")), family, 1, **options)
 

@@ -80,7 +80,7 @@ def _disagreements(rank: int, folder: str) -> dict[str, str]:
     for name, rows, options in (
         ("documents", rows_of((20, 3 + rank, 9) * 4), {"max_steps": 3}),
         ("seed", rows_of(), {"data_seed": rank, "max_steps": 3}),
-        ("settings", rows_of(), {"context_length": 16 + rank, "max_steps": 3}),
+        ("settings", rows_of(), {"max_tokens_per_micro_batch": 20 + rank, "max_steps": 3}),
         ("steps", rows_of((20,) * (8 + 8 * rank)), {"shuffle_documents": False}),
         ("evaluation", rows_of(), {"eval_dataset": rows_of((5 + rank, 7))}),
     ):

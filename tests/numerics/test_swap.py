@@ -90,9 +90,9 @@ def scripts() -> tuple[str, str]:
 def test_the_readmes_script_runs_before_and_after_the_swap(which: int, tmp_path: Path) -> None:
     script = scripts()[which]
     assert ("WLBTrainer(" in script) == bool(which)
-    texts = load_documents(None).select(range(40))
+    texts = load_documents(None).select(range(80))
     tokenizer = train_byte_level_bpe(texts["text"], vocab_size=300)
-    documents = tokenize_documents(texts, tokenizer).filter(lambda row: row["length"] < 400)
+    documents = tokenize_documents(texts, tokenizer).filter(lambda row: row["length"] < 120)
     documents.remove_columns("length").save_to_disk(str(tmp_path / "documents"))
     tokenizer.save_pretrained(tmp_path / "model")
     config = preset_config("tiny", vocab_size=len(tokenizer))

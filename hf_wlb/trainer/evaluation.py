@@ -18,7 +18,7 @@ from hf_wlb.data.documents import IGNORE_INDEX
 from hf_wlb.packing import PackingConfig
 from hf_wlb.parallel import ParallelMesh, verify_settings
 from hf_wlb.sharding import ShardPlan, unshard_order
-from hf_wlb.trainer.training_loss import TrainingLoss
+from hf_wlb.trainer.training_loss import TrainingLoss, causal_lm_of
 from hf_wlb.workload import WorkloadModel
 
 
@@ -35,8 +35,7 @@ class PlannedEvaluation(TrainingLoss):
 
     @property
     def _causal_lm(self) -> PreTrainedModel:
-        model: Any = self.accelerator.unwrap_model(self.model)
-        return cast(PreTrainedModel, model.get_base_model() if hasattr(model, "get_base_model") else model)
+        return causal_lm_of(self.accelerator.unwrap_model(self.model))
 
     def _loader(self, dataset: Any, config: PackingConfig, shuffle: bool) -> WLBDataLoader:
         args = self.args

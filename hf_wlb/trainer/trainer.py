@@ -37,6 +37,7 @@ from hf_wlb.trainer.shard_window import ShardWindow
 from hf_wlb.trainer.splitting import agreed_sizes
 from hf_wlb.trainer.supervision import SupervisedTraining
 from hf_wlb.trainer.swap import planned_arguments, planned_collator
+from hf_wlb.trainer.training_loss import causal_lm_of
 from hf_wlb.training_args import WLBTrainingArguments
 from hf_wlb.workload import WorkloadModel
 
@@ -190,6 +191,13 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
         if self.mesh.cp_size == 1 and given.sharder is None:
             return given
         return given.for_rank(Sharder(args.sharding_config(), self.workload), self.mesh.cp_rank)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Trainer's; what is made anew for training gets its loss anew."""
+        model = super().call_model_init(trial)
+        if not self._whole_model:
+            self._set_up_loss(causal_lm_of(model))
+        return model
 
     # ---- data ----
 

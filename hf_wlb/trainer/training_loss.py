@@ -13,6 +13,11 @@ from hf_wlb.parallel import ParallelMesh, ParameterLayout, VocabularyGroup
 from hf_wlb.training_args import WLBTrainingArguments
 
 
+def causal_lm_of(model: Any) -> PreTrainedModel:
+    """Transformers' model, without PEFT's around it."""
+    return cast(PreTrainedModel, model.get_base_model() if hasattr(model, "get_base_model") else model)
+
+
 class TrainingLoss(Trainer):
     """``Trainer`` whose logits never exist as a whole in training; ``WLBTrainer`` sets the attributes."""
 

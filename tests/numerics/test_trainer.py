@@ -382,6 +382,19 @@ def test_the_number_of_tokens_is_an_integer(tmp_path: Path) -> None:
     assert int(number) == sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
 
 
+def test_a_model_that_is_made_anew_has_the_fused_loss(tmp_path: Path) -> None:
+    trainer = WLBTrainer(
+        args=arguments(tmp_path, max_steps=1),
+        train_dataset=rows_of(),
+        workload=WORKLOAD,
+        model_init=lambda: tiny_llama(),
+    )
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert trainer._head_loss is not None and trainer._head_loss.model is trainer.model
+
+
 def test_a_frozen_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no parameter of the model is to be trained"):
         trainer_of(tmp_path, model=tiny_llama().requires_grad_(False))

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_wlb.loss.chunked import VocabularySlices
-from hf_wlb.sharding import IGNORE_INDEX
+from hf_wlb.loss.chunked import IGNORE_INDEX, VocabularySlices
 
 
 def liger_cross_entropy(

@@ -12,9 +12,9 @@ import datasets
 import numpy as np
 
 from hf_wlb.data.chat_spans import ASSISTANT, Answers, ChatFormat, MarkedTokens, Message
-from hf_wlb.data.documents import IGNORE_INDEX
 from hf_wlb.data.stdlib_chats import standard_library_chats
 from hf_wlb.data.text import load_rows
+from hf_wlb.sharding import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_wlb.data.documents import IGNORE_INDEX, Tokens, join_documents, masked_document, read_tokens
+from hf_wlb.data.documents import Tokens, join_documents, masked_document, read_tokens
 from hf_wlb.parallel import process_count
-from hf_wlb.sharding import Sharder
+from hf_wlb.sharding import IGNORE_INDEX, Sharder
 
 _DUMMY_TOKENS = 2  # one position with a (masked) target, so that the loss is a sum over no token, not over nothing
 

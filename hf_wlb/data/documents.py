@@ -14,11 +14,9 @@ import torch.utils.data
 
 from hf_wlb.lengths import IntArray, LengthArray
 from hf_wlb.packing import Document
+from hf_wlb.sharding import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
-
-IGNORE_INDEX = -100
-"""The label of a position that is no target, as everywhere in Transformers."""
 
 _TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask")
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
-from hf_wlb.data.documents import IGNORE_INDEX, DocumentDataset, DocumentKey, document_lengths
+from hf_wlb.data.documents import DocumentDataset, DocumentKey, document_lengths
 from hf_wlb.data.packed_collator import PackedDataCollator
 from hf_wlb.lengths import LengthArray, RandomOrder, StoredOrder
 from hf_wlb.packing import ArraySource, PackingConfig, PackingMetrics, PackingReport, StepPlan, StepPlanner
 from hf_wlb.parallel import process_count
+from hf_wlb.sharding import IGNORE_INDEX
 from hf_wlb.workload import WorkloadModel
 
 if TYPE_CHECKING:

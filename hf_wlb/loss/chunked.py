@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-IGNORE_INDEX = -100
+from hf_wlb.sharding import IGNORE_INDEX
 
 # Logits that a chunk holds by default: enough rows for matrix products at full speed, 512 MiB in float32 on a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 24}

@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from hf_wlb.loss.chunked import IGNORE_INDEX, LossFunction, VocabularySlices, linear_cross_entropy
+from hf_wlb.loss.chunked import LossFunction, VocabularySlices, linear_cross_entropy
+from hf_wlb.sharding import IGNORE_INDEX
 
 _SOFTCAP = "final_logit_softcapping"
 _NO_OWN = object()

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from hf_wlb.loss.chunked import IGNORE_INDEX, VocabularySlices
+from hf_wlb.loss.chunked import VocabularySlices
+from hf_wlb.sharding import IGNORE_INDEX
 
 
 def liger_cross_entropy(

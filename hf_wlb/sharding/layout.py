@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from hf_wlb.sharding.types import IntArray, ShardPlan
 
 IGNORE_INDEX = -100
+"""The label of a position that is no target, as everywhere in Transformers."""
+
 Int32Array = NDArray[np.int32]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -11,13 +10,12 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_wlb.accounting import LogWindow, TokenMean
+from hf_wlb.accounting import TokenMean
 from hf_wlb.attention import document_attention_enabled
 from hf_wlb.data import WLBDataLoader
-from hf_wlb.data.documents import IGNORE_INDEX
 from hf_wlb.packing import PackingConfig
 from hf_wlb.parallel import ParallelMesh, verify_settings
-from hf_wlb.sharding import ShardPlan, unshard_order
+from hf_wlb.sharding import IGNORE_INDEX, ShardPlan, unshard_order
 from hf_wlb.trainer.training_loss import TrainingLoss, causal_lm_of
 from hf_wlb.workload import WorkloadModel
 
@@ -30,7 +28,6 @@ class PlannedEvaluation(TrainingLoss):
     workload: WorkloadModel
     data_collator: Any
     gather_function: Callable[..., Any]
-    _window: LogWindow
     _num_items: int
 
     @property
@@ -103,7 +100,7 @@ class PlannedEvaluation(TrainingLoss):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Trainer's loop; the loss is the mean over all tokens instead of a mean of means."""
-        self._token_mean, start = TokenMean(), time.perf_counter()
+        self._token_mean = TokenMean()
         if self.mesh.cp_size * self.mesh.tp_size > 1:
             loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
             verify_settings({"whether to predict, by compute_metrics and prediction_loss_only": not loss_only})
@@ -114,7 +111,6 @@ class PlannedEvaluation(TrainingLoss):
             )
         assert output.metrics is not None
         output.metrics[f"{metric_key_prefix}_loss"] = self._token_mean.value()
-        self._window.leave_out(time.perf_counter() - start)
         return output
 
     def prediction_step(

@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_wlb.accounting import LogWindow
 from hf_wlb.parallel.failures import reporting_failures
 from hf_wlb.trainer.faults import NonFiniteSteps
 from hf_wlb.trainer.throughput import Throughput, flops_of, peak_of
@@ -24,6 +25,7 @@ class SupervisedTraining(Trainer):
     """
 
     throughput: Throughput
+    _window: LogWindow
     _train_data: Any
     _loss_before: torch.Tensor | None = None  # summed up for the log, before the present step
     _steps_logged = 0  # since the last log, and those of them that were left out
@@ -82,7 +84,9 @@ class SupervisedTraining(Trainer):
         """Trainer's; it counts as no time of training."""
         start = time.perf_counter()
         output: EvalLoopOutput = super().evaluation_loop(*args, **kwargs)
-        self.throughput.leave_out(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        for window in (self._window, self.throughput):
+            window.leave_out(seconds)
         return output
 
     # ---- losses that are not finite ----

@@ -6,7 +6,8 @@ it does not come back, a thread looks and ends the process. A rank that was kill
 machine see that its process is gone.
 
 Under ``torchrun`` or ``accelerate launch`` the agent ends all ranks (SIGTERM) as soon as one has ended. The thread then
-says why before the process ends; otherwise the log would hold an exit code and no step.
+says why before the process ends; otherwise the log would hold an exit code and no step. A rank that failed itself may
+be told to end before Python has shown its error, where another one left sooner: it then shows it first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -145,6 +147,7 @@ class _Watch:
         self._telling = threading.Lock()  # held by the one thread that says how this process ends
         self._returned = threading.Event()
         self._terminated = False
+        self._traceback: str | None = None  # of a failure of this rank's own
         self._ears, self._bell = socket.socketpair()
         self._ears.setblocking(False)
         self._bell.setblocking(False)
@@ -172,9 +175,8 @@ class _Watch:
             _say(cause)  # the traceback may come too late: the agent ends this process soon
             return cause
         self._board.claim(own)
-        if self._terminated:
-            _say(own)
         error.add_note(f"This is rank {self._rank} in step {self._step()}; the other ranks are told and stop.")
+        self._traceback = "".join(traceback.format_exception(error))  # the text: frames would keep tensors alive
         return None
 
     def close(self) -> None:
@@ -187,7 +189,7 @@ class _Watch:
         if self._hears_signals:
             signal.set_wakeup_fd(-1)
             if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL if self._traceback is None else self._show_and_end)
         _present = None
         self._ears.close()
         self._bell.close()
@@ -197,7 +199,7 @@ class _Watch:
     def _listen(self) -> bool:
         """Takes SIGTERM over, unless somebody has use for it; a thread cannot, but can hear the bell."""
         in_main = threading.current_thread() is threading.main_thread()
-        if not in_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        if not in_main or not (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL or _shows_an_error()):
             return False
         others = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
         if others != -1:
@@ -208,6 +210,11 @@ class _Watch:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminated = True
+
+    def _show_and_end(self, number: int, frame: FrameType | None) -> None:
+        _write(self._traceback or "")
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
     def forget_signals(self) -> None:
         """In a process forked off this one: its signals are not this one's."""
@@ -328,14 +335,25 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _say(sentence: str) -> None:
+    _write(f"hf_wlb: {sentence}\n")
+
+
+def _write(text: str) -> None:
     """In one write, so that ranks do not mix their lines."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"hf_wlb: {sentence}\n")
+        sys.stderr.write(text)
         sys.stderr.flush()
+
+
+def _shows_an_error() -> bool:
+    """Whether SIGTERM would show the error with which an earlier block ended."""
+    return getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is _Watch._show_and_end
 
 
 def _leave_soon() -> None:
     """At the exit of a failed process: whatever waits for other ranks there is ended by the system."""
     if threading.current_thread() is threading.main_thread():
+        if _shows_an_error():  # Python has shown it by now
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_LEAVE_S)

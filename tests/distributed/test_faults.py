@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.faulty_training import CASES, SLOWNESS_S, STEP, STEPS, fault_time
+from tests.support.faulty_training import CASES, SLOWNESS_S, STEP, STEPS, WITH_AGENT, fault_time
 from tests.support.source_tree import REPOSITORY
 
 _ENDS_WITHIN_S = 60.0
@@ -91,8 +91,9 @@ def said_in(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("hf_wlb: ")]
 
 
-def test_a_rank_raises_under_an_agent(launches: dict[str, Any]) -> None:
-    found = launches["raises"]
+@pytest.mark.parametrize("case", WITH_AGENT)
+def test_a_rank_raises_under_an_agent(case: str, launches: dict[str, Any]) -> None:
+    found = launches[case]
     assert found["codes"] == [1] and found["seconds"] < _ENDS_WITHIN_S
     (output,) = found["outputs"]
     (said,) = said_in(output)

@@ -35,6 +35,7 @@ _SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 CASES: dict[str, dict[str, Any]] = {
     "whole": {},
     "raises": {"dataloader_num_workers": 1},
+    "raises late": {},
     "memory": {},
     "killed": _SAVES,
     "resumed": _SAVES,
@@ -47,9 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 #: Those in which rank 1 does something to itself.
-FAULTS = ("raises", "memory", "killed", "worker")
+FAULTS = ("raises", "raises late", "memory", "killed", "worker")
 #: Those launched with torch's elastic agent, as torchrun does, instead of none.
-WITH_AGENT = ("raises",)
+WITH_AGENT = ("raises", "raises late")
 
 
 class Fault(TrainerCallback):
@@ -62,7 +63,7 @@ class Fault(TrainerCallback):
         if args.process_index != FAULTY_RANK or state.global_step != STEP - 1 or self.case not in FAULTS:
             return
         (self.folder / f"{self.case}_at.txt").write_text(str(time.monotonic()))
-        if self.case == "raises":
+        if self.case in WITH_AGENT:
             raise OSError("the disk is full")
         if self.case == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -91,7 +92,11 @@ def train(case: str, folder: Path) -> None:
             _poison(trainer)
         if case == "whole":  # which the logs must tell
             trainer.model.register_forward_pre_hook(lambda *_: time.sleep(SLOWNESS_S))
-    trainer.train(resume_from_checkpoint=True if case == "resumed" else None)
+    try:
+        trainer.train(resume_from_checkpoint=True if case == "resumed" else None)
+    finally:
+        if case == "raises late" and rank == FAULTY_RANK:
+            time.sleep(30)  # rank 0 leaves meanwhile, and the agent ends this one
     found = {"losses": recorder.losses, "logs": recorder.logs}
     (folder / f"{case}_{rank}.json").write_text(json.dumps(found))
 
@@ -207,7 +212,18 @@ def _be_agent(case: str, folder: Path) -> None:
         start_method="fork",
         max_restarts=0,
     )
-    elastic_launch(config, run)(case, folder)
+    elastic_launch(config, _run_forked)(case, folder)
+
+
+def _run_forked(case: str, folder: Path) -> None:
+    # What torchrun would start is a process of its own: it has no handler of the agent's, and shows its error itself.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        run(case, folder)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise
 
 
 def main(arguments: list[str]) -> None:

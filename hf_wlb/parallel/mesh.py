@@ -1,4 +1,4 @@
-"""Which ranks do what: the place of this process among replicas, context-parallel and tensor-parallel ranks.
+"""Which ranks do what: the place of this process among replicas, stages, context- and tensor-parallel ranks.
 
 The mesh has the axes ``dp_replicate``, ``pp``, ``dp_shard``, ``cp``, ``tp``, from the outside in, so that ranks that
 talk most are neighbours on one machine. With 8 processes, ``cp_size=2`` and ``tp_size=2``:
@@ -8,10 +8,12 @@ talk most are neighbours on one machine. With 8 processes, ``cp_size=2`` and ``t
     cp      0  0  1  1  0  0  1  1      which shard of each micro-batch
     tp      0  1  0  1  0  1  0  1      which part of every matrix
 
+With ``pp_size=2`` besides, and one replica, ``dp`` above is ``pp``: which layers.
+
 Who uses what: the data loader ``dp_rank`` and ``dp_size``, the collator ``cp_rank``, attention ``cp_group``, the matrix
-products ``tp_group``. The loss and the gradients are summed over ``dp`` and ``cp``, because every token is on exactly
+products ``tp_group``, hidden states go along ``pp_group``. The loss and the gradients are summed over ``dp`` and ``cp``, because every token is on exactly
 one of these ranks; parameters are split over ``dp_shard`` and ``cp`` where they are sharded (FSDP2), and every matrix
-over ``tp``.
+over ``tp``. Each stage of a pipeline has its own parameters.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class ParallelMesh:
     Attributes:
         sizes: Of all axes.
         dp_rank: The replica that this process belongs to.
+        pp_rank: The pipeline stage that this process is.
         cp_rank: The shard of a micro-batch that this process holds.
         tp_rank: The part of a matrix that this process holds.
         device_mesh: torch's; None in a single process.
@@ -44,6 +47,7 @@ class ParallelMesh:
     dp_rank: int = 0
     cp_rank: int = 0
     tp_rank: int = 0
+    pp_rank: int = 0
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
 
     @classmethod
@@ -68,12 +72,27 @@ class ParallelMesh:
             return 0 if mesh is None or axis not in config.sizes.active else mesh.get_local_rank(axis)
 
         replica = rank("dp_replicate") * config.sizes.dp_shard + rank("dp_shard")
-        return cls(config.sizes, replica, rank("cp"), rank("tp"), mesh)
+        return cls(config.sizes, replica, rank("cp"), rank("tp"), rank("pp"), mesh)
 
     @property
     def dp_size(self) -> int:
         """Replicas."""
         return self.sizes.dp
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return self.sizes.pp
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this process embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process computes the loss."""
+        return self.pp_rank == self.pp_size - 1
 
     @property
     def cp_size(self) -> int:
@@ -84,6 +103,11 @@ class ParallelMesh:
     def tp_size(self) -> int:
         """Ranks that share every matrix."""
         return self.sizes.tp
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """The stages that this one's hidden states go through; None where it is alone."""
+        return self._group("pp", self.pp_size)
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:

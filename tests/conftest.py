@@ -9,7 +9,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 TIERS = ("unit", "numerics", "distributed", "gpu")
 # The parts of hf_wlb that import no torch; their docstrings' examples belong to the unit tests.
-TORCH_FREE = ("__init__", "workload", "lengths", "packing", "sharding", "simulator")
+TORCH_FREE = ("__init__", "workload", "lengths", "packing", "sharding", "staging", "simulator")
 
 
 def tier_of(path: Path) -> str | None:

@@ -19,6 +19,7 @@ ORDER = (
     ("workload", "lengths", "presets"),
     ("packing",),
     ("sharding",),
+    ("staging",),
     ("simulator",),
     ("attention", "loss"),
     ("parallel",),
@@ -29,7 +30,7 @@ ORDER = (
     ("cli",),
 )
 ROW = {part: row for row, parts in enumerate(ORDER) for part in parts}
-POLICY = ("workload", "lengths", "packing", "sharding", "simulator")
+POLICY = ("workload", "lengths", "packing", "sharding", "staging", "simulator")
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "deepspeed")
 
 
@@ -89,6 +90,8 @@ def heavy_modules_loaded_by_policy(root: Path) -> str:
     """Import hf_wlb and every submodule of its policy parts in a fresh process; say what heavy came along."""
     script = f"""
 import importlib, importlib.util, pkgutil, sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, PathFinder]
 sys.path.insert(0, {str(root)!r})
 import hf_wlb
 loaded = ["hf_wlb"]
@@ -103,7 +106,8 @@ for name in {[f"hf_wlb.{part}" for part in POLICY]!r}:
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 print("; ".join(f"importing {{', '.join(loaded)}} loads {{name}}" for name in heavy))
 """
-    # -P and an unrelated folder: what is imported is the tree under `root`, nothing that lies around.
+    # -P, an unrelated folder and only Python's own finders (an editable installation brings one that adds what the
+    # tree lacks): what is imported is the tree under `root`, nothing that lies around.
     command = [sys.executable, "-P", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,14 @@
 """Which part of every parameter a process holds, and how the parts make the whole again.
 
-A parameter is first split over tensor-parallel ranks (``TensorShard``) and its part then, where parameters are sharded,
-over ``dp_shard x cp`` by FSDP2, which makes it a ``DTensor``. Names are those of the Hugging Face model, whatever holds
-it.
+A stage of a pipeline has some of a model's parameters. Each is first split over tensor-parallel ranks
+(``TensorShard``) and its part then, where parameters are sharded, over ``dp_shard x cp`` by FSDP2, which makes it a
+``DTensor``. Names are those of the Hugging Face model, whatever holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
@@ -68,13 +69,30 @@ class ParameterLayout:
     Attributes:
         mesh: This process's place.
         tensor_shards: By parameter name; those that are missing are whole on every tensor-parallel rank.
+        copies: Parameters of this stage that another stage owns (tied), see ``PipelineStage.copies``; values are their
+            names there.
+        elsewhere: Names of the whole model's tensors where this process has one stage of it, see
+            ``hf_wlb.parallel.checkpoint.all_names``: what a checkpoint may hold besides this stage's own.
     """
 
     mesh: ParallelMesh
     tensor_shards: Mapping[str, TensorShard] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: AbstractSet[str] = frozenset()
+
+    def whole_name(self, name: str) -> str:
+        """What a parameter is called in the whole model and its checkpoints: a copy has its owner's name.
+
+        >>> layout = ParameterLayout(ParallelMesh(), copies={"lm_head.weight": "model.embed_tokens.weight"})
+        >>> layout.whole_name("lm_head.weight"), layout.whole_name("model.norm.weight")
+        ('model.embed_tokens.weight', 'model.norm.weight')
+        """
+        return self.copies.get(name, name)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of which every process holds a part, the same on all of them; all must call this together.
+        """The whole tensor of which every process of a stage holds a part, the same on all of them.
+
+        All processes of the stage must call this together.
 
         Args:
             name: Of the parameter; ``part`` is it, its gradient, or optimizer state of its shape.
@@ -99,8 +117,11 @@ class ParameterLayout:
     def total_norm(self, named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         """L2 norm over all processes' parts, every element once; all processes must call this together.
 
+        Copies of tied parameters are left out: the stage that owns them counts them.
+
         Args:
-            named: Parameter names and, say, their gradients; the same names on every process.
+            named: Parameter names and, say, their gradients; the same names on every process of a stage. A stage may
+                have none.
 
         Returns:
             Scalar of at least float32, the same on every process.
@@ -108,6 +129,8 @@ class ParameterLayout:
         groups: dict[bool, list[torch.Tensor]] = {False: [], True: []}
         weights: dict[bool, list[float]] = {False: [], True: []}
         for name, tensor in named:
+            if name in self.copies:
+                continue
             sharded = isinstance(tensor, DTensor)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             groups[sharded].append(local if local.dtype.itemsize >= 4 else local.float())
@@ -124,4 +147,9 @@ class ParameterLayout:
             total += squares
         if self.mesh.tp_group is not None:
             dist.all_reduce(total, group=self.mesh.tp_group)
-        return total.sqrt()
+        if self.mesh.pp_group is None:
+            return total.sqrt()
+        # A stage without any tensors has nobody's type: all sum in float64, and say whether it is their own.
+        sums = torch.stack([total.double(), torch.full_like(total, total.dtype is torch.float64).double()])
+        dist.all_reduce(sums, group=self.mesh.pp_group)
+        return sums[0].sqrt() if sums[1] > 0 else sums[0].sqrt().float()

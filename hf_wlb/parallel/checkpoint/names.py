@@ -2,7 +2,7 @@
 
 Transformers holds some tensors of a model otherwise than its published checkpoints do: the experts of a layer as one
 tensor, or under other names. It converts whole checkpoints; here every tensor is converted by itself, so that no
-process has to hold more.
+process has to hold more. A pipeline stage has some of the tensors, and names them as the whole model does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hf_wlb.parallel.checkpoint.reading import listed
 from hf_wlb.parallel.checkpoint.regions import whole_shape
+from hf_wlb.parallel.mesh import ParallelMesh
 from hf_wlb.parallel.parameter_layout import ParameterLayout
 
 Tensors = dict[str, torch.Tensor]
@@ -28,7 +29,7 @@ class FileTensors:
     """Where one tensor of the model lies in files.
 
     Attributes:
-        name: In the model.
+        name: In the model, as this process calls it.
         tensors: In files, by name, without data.
         converted: Whether they are other tensors than the model's, not only called otherwise.
     """
@@ -93,20 +94,23 @@ def to_model(model: torch.nn.Module, tensors: Tensors) -> Tensors:
 
 
 def file_tensors(model: torch.nn.Module, layout: ParameterLayout) -> list[FileTensors]:
-    """Where every tensor of the model lies in files, in the model's order.
+    """Where every tensor of the model, or of a stage of it, lies in files, in the model's order.
+
+    A stage's copies of tied tensors lie where their owners' do.
 
     Raises:
         ValueError: If some cannot be converted one by one and back.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    whole = {
-        name: torch.empty(whole_shape(layout, name, tensor), dtype=tensor.dtype, device="meta")
-        for name, tensor in own_tensors(model).items()
-        if name not in ignored
-    }
+    own, whole = dict[str, str](), Tensors()
+    for held_as, of in own_tensors(model).items():
+        name = layout.whole_name(held_as)
+        if name not in ignored:
+            own[name] = held_as
+            whole[name] = torch.empty(whole_shape(layout, held_as, of), dtype=of.dtype, device="meta")
     expected = to_files(model, dict(whole))
     if all(expected.get(name) is tensor for name, tensor in whole.items()):
-        return [FileTensors(name, {name: tensor}, False) for name, tensor in whole.items()]
+        return [FileTensors(own[name], {name: tensor}, False) for name, tensor in whole.items()]
     found: list[FileTensors] = []
     for name, tensor in whole.items():
         files = _alone(model, name, tensor)
@@ -115,11 +119,26 @@ def file_tensors(model: torch.nn.Module, layout: ParameterLayout) -> list[FileTe
             not converted or _comes_back(model, name, tensor, files)
         ):
             raise ValueError(_together(model, [name]))
-        found.append(FileTensors(name, files, converted))
+        found.append(FileTensors(own[name], files, converted))
     missing = sorted(set(expected) - {key for unit in found for key in unit.tensors})
     if missing:
         raise ValueError(_together(model, missing))
     return found
+
+
+def all_names(model: torch.nn.Module) -> frozenset[str]:
+    """What a model's tensors are called, in memory and in files; call it on the whole model, before it is split.
+
+    For ``ParameterLayout.elsewhere`` of a pipeline's stages. Does not talk to other ranks.
+
+    Args:
+        model: With its weights, or on the meta device.
+
+    Raises:
+        ValueError: If some cannot be converted one by one, see ``check_names``.
+    """
+    in_files = {key for unit in file_tensors(model, ParameterLayout(ParallelMesh())) for key in unit.tensors}
+    return frozenset(in_files | own_tensors(model).keys())
 
 
 def check_names(model: torch.nn.Module) -> None:
@@ -128,8 +147,6 @@ def check_names(model: torch.nn.Module) -> None:
     Raises:
         ValueError: Naming the tensors.
     """
-    from hf_wlb.parallel.mesh import ParallelMesh
-
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
             f"{type(model).__name__} is quantized: its weights cannot be split, nor put together again for a "

@@ -8,6 +8,7 @@ names of its parameters, and states that are Python numbers. Names are those of 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import optim
 
+from hf_wlb.parallel.agreement import failing_together
 from hf_wlb.parallel.checkpoint.files import MOST_BYTES_PER_FILE, Naming, Part, write_tensors
 from hf_wlb.parallel.checkpoint.names import named_parameters
 from hf_wlb.parallel.checkpoint.reading import TensorFiles, listed
 from hf_wlb.parallel.checkpoint.regions import gather_whole, held, held_ranges, whole_shape
+from hf_wlb.parallel.checkpoint.stages import of_stages
 from hf_wlb.parallel.parameter_layout import ParameterLayout
 
 STATE = Naming("optimizer", single=False)
@@ -42,6 +45,9 @@ _ELEMENTWISE = (
 ELEMENTWISE_OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 #: How an update is computed, which is this run's business; not what it computes.
 _OWN_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+_UNLIKE = "the optimizer's groups are not the same on all pipeline stages:"
+_LIKE = "Make the same groups on every stage, in the same order and with the same options; they may be empty there."
 
 
 def saved_by_name(optimizer: Any) -> bool:
@@ -97,50 +103,89 @@ def save_optimizer(
 ) -> None:
     """Writes the state of an optimizer; all processes must call this together, and leave together.
 
+    The files are those of an optimizer of the whole model, see ``verify_groups``; none has state of two stages.
+
     Args:
         optimizer: One that ``saved_by_name``.
-        model: The model that it trains.
+        model: The model that it trains, or this process's stage of it.
         layout: How the model's parameters are split.
         folder: The checkpoint.
         leads: See ``write_tensors``.
         most_bytes: In a file, unless one tensor alone is larger.
 
     Raises:
-        ValueError: If the optimizer updates parameters that are not the model's, or has state of an unknown shape.
+        ValueError: If the optimizer updates parameters that are not the model's, or has state of an unknown shape; or
+            see ``verify_groups`` and ``write_tensors``.
         OSError: If this process could not write its files; the others raise a RuntimeError.
     """
-    inner = _inner(optimizer)
-    groups, parts, numbers = [], list[Part](), dict[str, int | float]()
-    for group, parameters in _named_groups(inner, model):
-        options = {name: _plain_option(value) for name, value in group.items() if name not in _OWN_OPTIONS}
-        groups.append({**options, "params": list(parameters)})
-        for name, parameter in parameters.items():
+    groups = verify_groups(optimizer, model, layout)
+    inner, parts, numbers = _inner(optimizer), list[Part](), dict[str, int | float]()
+    with failing_together(place=layout.mesh.place):
+        named = [member for _, parameters in _named_groups(inner, model) for member in parameters.items()]
+        for name, parameter in named:
+            if name in layout.copies:
+                continue  # written by the stage that owns it
             for key, value in sorted(inner.state.get(parameter, {}).items()):
                 if isinstance(value, torch.Tensor):
                     parts.append(_part(layout, name, key, value, parameter))
                 elif value is not None:
                     numbers[f"{name}.{key}"] = value
+    all_numbers = {key: value for of_stage in of_stages(layout.mesh, numbers) for key, value in of_stage.items()}
     write_tensors(
         parts,
         folder,
         STATE,
+        mesh=layout.mesh,
         leads=leads,
         describe=lambda weight_map, size: {
             "metadata": {"optimizer": type(inner).__name__, "total_size": size},
             "param_groups": groups,
-            "numbers": numbers,
+            "numbers": all_numbers,
             "weight_map": weight_map,
         },
         most_bytes=most_bytes,
     )
 
 
+def verify_groups(optimizer: Any, model: torch.nn.Module, layout: ParameterLayout) -> list[dict[str, Any]]:
+    """The groups of the whole model's optimizer, of those of all stages; all processes must call this together.
+
+    Each stage of a pipeline has its own parameters of every group, or none. Schedules and checkpoints go by the place
+    of a group, which so must be the same for all of its parameters.
+
+    Args:
+        optimizer: One that ``saved_by_name``.
+        model: The model that it trains, or this process's stage of it.
+        layout: How the model's parameters are split.
+
+    Returns:
+        For each group its options, and ``params``: names, stage after stage. The same on every process.
+
+    Raises:
+        ValueError: If the optimizer updates parameters that are not the model's, or the stages' groups differ in their
+            number or options.
+    """
+    with failing_together(place=layout.mesh.place):
+        own = [
+            {
+                **{name: _plain_option(value) for name, value in group.items() if name not in _OWN_OPTIONS},
+                "params": [layout.whole_name(name) for name in parameters],
+            }
+            for group, parameters in _named_groups(_inner(optimizer), model)
+        ]
+    stages = of_stages(layout.mesh, own)
+    with failing_together(place=layout.mesh.place):
+        return _merged(stages)
+
+
 def load_optimizer(optimizer: Any, model: torch.nn.Module, layout: ParameterLayout, folder: str) -> None:
     """Reads this process's part of an optimizer's state, and the groups' hyper-parameters; no communication.
 
+    A stage of a pipeline leaves to the others what ``layout.elsewhere`` names, see ``load_weights``.
+
     Args:
         optimizer: Of the class that was saved; it may be empty.
-        model: The model that it trains.
+        model: The model that it trains, or this process's stage of it.
         layout: How the model's parameters are split.
         folder: The checkpoint.
 
@@ -155,22 +200,25 @@ def load_optimizer(optimizer: Any, model: torch.nn.Module, layout: ParameterLayo
             "optim as it was."
         )
     groups = list(_named_groups(inner, model))
-    differing = sorted({name for _, parameters in groups for name in parameters} ^ saved.group_of.keys())
+    of_others = layout.elsewhere - {layout.whole_name(name) for name in named_parameters(model)}
+    trained = {layout.whole_name(name) for _, parameters in groups for name in parameters}
+    differing = sorted((trained ^ saved.group_of.keys()) - of_others)
     if differing:
         raise ValueError(
             f"the optimizer's parameters are not those of {folder}: they differ in {listed(differing)}. Train the same "
             "parameters as before."
         )
     for place, (group, parameters) in enumerate(groups):
-        saved.restore(group, parameters, place)
+        saved.restore(group, [layout.whole_name(name) for name in parameters], place)
         on_device = bool(group.get("capturable") or group.get("fused"))
         for name, parameter in parameters.items():
+            whole_name = layout.whole_name(name)
             state = {
                 key: _state(layout, name, parameter, files, full, on_device)
-                for key, full in saved.tensors.get(name, {}).items()
+                for key, full in saved.tensors.get(whole_name, {}).items()
             }
-            if state or name in saved.numbers:
-                inner.state[parameter] = {**state, **saved.numbers.get(name, {})}
+            if state or whole_name in saved.numbers:
+                inner.state[parameter] = {**state, **saved.numbers.get(whole_name, {})}
 
 
 @dataclass(frozen=True)
@@ -237,6 +285,33 @@ def _named_groups(inner: Any, model: torch.nn.Module) -> Iterable[tuple[dict[str
                 "model: set optim, or override create_optimizer, instead of passing optimizers=..."
             )
         yield group, {names[id(parameter)]: parameter for parameter in group["params"]}
+
+
+def _merged(stages: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """One optimizer's groups of those of all stages, a tied parameter's once.
+
+    >>> _merged([[{"lr": 0.1, "params": ["a", "b"]}], [{"lr": 0.1, "params": ["c", "a"]}]])
+    [{'lr': 0.1, 'params': ['a', 'b', 'c']}]
+    """
+    counts = [len(groups) for groups in stages]
+    if len(set(counts)) > 1:
+        raise ValueError(f"{_UNLIKE} there are {', '.join(map(str, counts))} of them on the stages. {_LIKE}")
+    found: list[dict[str, Any]] = []
+    for place, groups in enumerate(zip(*stages, strict=True)):
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        for stage, other in enumerate(options):
+            if other != options[0]:
+                name = next(name for name in {**options[0], **other} if options[0].get(name) != other.get(name))
+                raise ValueError(
+                    f"{_UNLIKE} {name} of group {place} is {options[0].get(name)} on stage 0 and {other.get(name)} on "
+                    f"stage {stage}. {_LIKE}"
+                )
+        found.append({**options[0], "params": list(dict.fromkeys(name for of in groups for name in of["params"]))})
+    counted = Counter(name for group in found for name in group["params"])
+    twice = [name for name, count in counted.items() if count > 1]
+    if twice:
+        raise ValueError(f"{_UNLIKE} {listed(twice)}, which two stages have, is in two of them. {_LIKE}")
+    return found
 
 
 def _plain_option(value: Any) -> Any:

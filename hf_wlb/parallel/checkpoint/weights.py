@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from hf_wlb.parallel.agreement import failing_together
 from hf_wlb.parallel.checkpoint.files import MOST_BYTES_PER_FILE, Naming, Part, write_tensors
 from hf_wlb.parallel.checkpoint.names import (
     FileTensors,
@@ -20,6 +21,7 @@ from hf_wlb.parallel.checkpoint.names import (
 )
 from hf_wlb.parallel.checkpoint.reading import TensorFiles, listed
 from hf_wlb.parallel.checkpoint.regions import gather_whole, held, held_ranges, take, whole_shape
+from hf_wlb.parallel.checkpoint.stages import of_stages
 from hf_wlb.parallel.parameter_layout import ParameterLayout
 
 WEIGHTS = Naming("model", single=True)
@@ -41,10 +43,12 @@ def save_weights(
 ) -> None:
     """Writes the weights of a split model as ``save_pretrained`` would those of the whole one.
 
-    All processes must call this together, and leave together. Tied weights are written once.
+    All processes must call this together, and leave together. Tied weights are written once. The files are those of
+    the whole model; with a pipeline none has tensors of two stages, so that a small model has several, too.
 
     Args:
-        model: The Transformers model; its parameters may be slices, and ``DTensor`` of FSDP2.
+        model: The Transformers model, or this process's stage of it; its parameters may be slices, and ``DTensor`` of
+            FSDP2.
         layout: How they are split.
         folder: The checkpoint.
         leads: See ``write_tensors``.
@@ -52,10 +56,16 @@ def save_weights(
         most_bytes: In a file, unless one tensor of the model alone is larger.
 
     Raises:
-        ValueError: For a model that ``check_names`` refuses.
+        ValueError: For a model that ``check_names`` refuses; or see ``write_tensors``.
         OSError: If this process could not write its files; the others raise a RuntimeError.
     """
-    own, units = own_tensors(model), file_tensors(model, layout)
+    with failing_together(place=layout.mesh.place):
+        own = {name: of for name, of in own_tensors(model).items() if name not in layout.copies}
+        units = [unit for unit in file_tensors(model, layout) if unit.name in own]
+    parameters = of_stages(
+        layout.mesh,
+        sum(prod(whole_shape(layout, name, of)) for name, of in own.items() if isinstance(of, torch.nn.Parameter)),
+    )
 
     def part(unit: FileTensors) -> Part:
         def gather(keep: bool) -> Mapping[str, torch.Tensor]:
@@ -66,16 +76,14 @@ def save_weights(
 
         return Part(unit.tensors, gather)
 
-    parameters = sum(
-        prod(whole_shape(layout, name, of)) for name, of in own.items() if isinstance(of, torch.nn.Parameter)
-    )
     write_tensors(
         [part(unit) for unit in units],
         folder,
         WEIGHTS,
+        mesh=layout.mesh,
         leads=leads,
         describe=lambda weight_map, size: {
-            "metadata": {"total_parameters": parameters, "total_size": size},
+            "metadata": {"total_parameters": sum(parameters), "total_size": size},
             "weight_map": weight_map,
         },
         beside=beside,
@@ -85,6 +93,9 @@ def save_weights(
 
 def load_weights(model: torch.nn.Module, layout: ParameterLayout, folder: str) -> None:
     """Reads this process's part of a checkpoint's weights into a model; no communication.
+
+    A stage of a pipeline reads its own tensors, and takes those that ``layout.elsewhere`` names for the others': what
+    no stage has is an error on every process, what is missing on those whose stage has it.
 
     Args:
         model: Split as it will be trained.
@@ -96,9 +107,11 @@ def load_weights(model: torch.nn.Module, layout: ParameterLayout, folder: str) -
     """
     files, own = TensorFiles(folder, WEIGHTS), own_tensors(model)
     units = file_tensors(model, layout)
-    if any(unit.converted for unit in units) and own.keys() <= files.files.keys():
-        units = [FileTensors(name, {name: torch.empty(0, device="meta")}, False) for name in own]
-    _compare(model, folder, {key for unit in units for key in unit.tensors}, set(files.files))
+    if any(unit.converted for unit in units) and all(layout.whole_name(name) in files.files for name in own):
+        nothing = torch.empty(0, device="meta")
+        units = [FileTensors(name, {layout.whole_name(name): nothing}, False) for name in own]
+    expected = {key for unit in units for key in unit.tensors}
+    _compare(model, folder, expected, set(files.files) - (layout.elsewhere - expected))
     for unit in units:
         if not set(unit.tensors) <= set(files.files):
             continue  # the model class says that it may be missing
@@ -106,7 +119,8 @@ def load_weights(model: torch.nn.Module, layout: ParameterLayout, folder: str) -
         ranges, shape = held_ranges(layout, unit.name, tensor), whole_shape(layout, unit.name, tensor)
         if unit.converted:
             tensors = {key: files.read(key) for key in unit.tensors}
-            whole = to_model(model, {key: of for key, of in tensors.items() if of is not None})[unit.name]
+            made = to_model(model, {key: of for key, of in tensors.items() if of is not None})
+            whole = made[layout.whole_name(unit.name)]
             found, part = whole.shape, take(whole, ranges)
         else:
             (key,) = unit.tensors

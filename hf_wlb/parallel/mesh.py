@@ -11,9 +11,9 @@ talk most are neighbours on one machine. With 8 processes, ``cp_size=2`` and ``t
 With ``pp_size=2`` besides, and one replica, ``dp`` above is ``pp``: which layers.
 
 Who uses what: the data loader ``dp_rank`` and ``dp_size``, the collator ``cp_rank``, attention ``cp_group``, the matrix
-products ``tp_group``, hidden states go along ``pp_group``. The loss and the gradients are summed over ``dp`` and ``cp``, because every token is on exactly
-one of these ranks; parameters are split over ``dp_shard`` and ``cp`` where they are sharded (FSDP2), and every matrix
-over ``tp``. Each stage of a pipeline has its own parameters.
+products ``tp_group``; hidden states go along ``pp_group``. The loss and the gradients are summed over ``dp`` and
+``cp``, because every token is on exactly one of these ranks; parameters are split over ``dp_shard`` and ``cp`` where
+they are sharded (FSDP2), and every matrix over ``tp``. Each stage of a pipeline has its own parameters.
 """
 
 from __future__ import annotations
@@ -95,6 +95,11 @@ class ParallelMesh:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def place(self) -> str:
+        """What this process is besides its rank, for errors: ``"stage 1"``; empty without a pipeline."""
+        return f"stage {self.pp_rank}" if self.pp_size > 1 else ""
+
+    @property
     def cp_size(self) -> int:
         """Ranks that share every micro-batch of a replica."""
         return self.sizes.cp
@@ -170,6 +175,12 @@ class ParallelMesh:
         total = value.detach().clone()
         dist.all_reduce(total, group=self.cp_group)
         return total / self.cp_size
+
+    def replica_leads(self) -> list[int]:
+        """One process of every replica, in the order of replicas: the first of its first stage."""
+        sizes, inner = self.sizes, self.cp_size * self.tp_size
+        outer = self.pp_size * sizes.dp_shard * inner
+        return [copy * outer + part * inner for copy in range(sizes.dp_replicate) for part in range(sizes.dp_shard)]
 
 
 def gather_figures(figures: Sequence[float]) -> list[list[float]]:

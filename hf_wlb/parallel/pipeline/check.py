@@ -38,6 +38,11 @@ def check_pipeline(model: PreTrainedModel, ranges: Sequence[range]) -> ModelPart
             for layers in ranges:
                 with as_stage(model, parts, layers) as stage:
                     hidden = stage.run(lambda given: model(**given, use_cache=False).logits, inputs, hidden)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be split into pipeline stages: its own code needs more of other stages' "
+            f"modules than what they hand on ({error}). Set pp_size=1 for this model."
+        ) from error
     finally:
         model.train(training)
     assert hidden is not None

@@ -81,7 +81,7 @@ def _layers_of(model: PreTrainedModel) -> str:
     if len(outermost) != 1:
         what = f"{len(outermost)} lists of" if outermost else "no list of"
         raise ValueError(_refusal(model, f"it has {what} {count} layers ({', '.join(outermost) or 'none'})"))
-    return outermost[0]
+    return str(outermost[0])
 
 
 def _owners_outside(model: PreTrainedModel, layers: str) -> dict[str, torch.nn.Module]:

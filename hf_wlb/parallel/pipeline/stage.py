@@ -35,10 +35,25 @@ class StandIn(torch.nn.Module):
         self.__dict__.update({name: value for name, value in plain.items() if not name.startswith("_")})
 
     def forward(self, given: Any, *args: Any, **kwargs: Any) -> Any:
-        """What was given; zeros [..., 1] in the place of an embedding, which others may be added to."""
-        if isinstance(given, torch.Tensor) and not given.is_floating_point():
-            return torch.zeros(*given.shape, 1, device=given.device)
+        """What was given."""
         return given
+
+
+class EmbeddingStandIn(StandIn):
+    """In the place of an embedding: something that depends on tokens. For models looked at a stage at a time.
+
+    Args:
+        module: The embedding.
+    """
+
+    def __init__(self, module: torch.nn.Embedding) -> None:
+        super().__init__(module)
+        self._width, self._dtype = module.embedding_dim, module.weight.dtype
+
+    def forward(self, given: Any, *args: Any, **kwargs: Any) -> Any:
+        """[..., width] for integers [...]."""
+        waves = torch.arange(1, self._width + 1, device=given.device, dtype=torch.float32)
+        return torch.sin(given[..., None] * waves + waves).to(self._dtype)
 
 
 class Entry(StandIn):
@@ -162,7 +177,7 @@ def _cut(model: PreTrainedModel, parts: ModelParts, layers: range) -> tuple[Pipe
     replaced: dict[str, torch.nn.Module] = {}
     for name in names:
         module = replaced[name] = model.get_submodule(name)
-        stand_in = StandIn(module)
+        stand_in = EmbeddingStandIn(module) if isinstance(module, torch.nn.Embedding) else StandIn(module)
         if name == entry_name:
             stand_in = entry = Entry(module)
         elif name == exit_name:

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_wlb.parallel.parameter_layout import TensorShard
+from hf_wlb.parallel.pipeline.stage import StandIn
 from hf_wlb.parallel.tensor_parallel.heads import AttentionHeads, divisors, rope_features
 from hf_wlb.parallel.tensor_parallel.styles import LOCAL_COLUMNS, STYLES, StyleRule
 
@@ -95,6 +96,8 @@ class _Reader:
     def modules(self) -> Iterator[PlannedModule]:
         """Every module that the plan concerns."""
         for name, module in self.model.named_modules():
+            if isinstance(module, StandIn):  # another pipeline stage's
+                continue
             style = self.style(name)
             children = [child for child, _ in module.named_children()]
             columns = [child for child in children if self.style(_join(name, child)) in LOCAL_COLUMNS]
@@ -171,7 +174,10 @@ def _with_tied_embeddings(model: PreTrainedModel) -> dict[str, str]:
     """The plan, in which a tied embedding and head are split alike even if it names only one of them."""
     plan = dict(model.tp_plan or {})
     ends = {id(end): end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
-    if len({id(getattr(end, "weight", end)) for end in ends.values()}) == len(ends):
+    # On a pipeline stage only one of the two is left.
+    cut = any(isinstance(end, StandIn) for end in ends.values())
+    tied = cut and bool(model.config.get_text_config().tie_word_embeddings)
+    if not tied and len({id(getattr(end, "weight", end)) for end in ends.values()}) == len(ends):
         return plan
     names = {id(module): name for name, module in model.named_modules() if id(module) in ends}
     first, last = names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]

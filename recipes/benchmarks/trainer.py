@@ -1,6 +1,7 @@
 """Benchmark of WLBTrainer: MFU and tokens per second of every split on 4 GPUs, and what it adds to a bare loop.
 
-    python recipes/benchmarks/trainer.py                     # on 4 GPUs, about 8 minutes
+    python recipes/benchmarks/trainer.py                     # on 4 GPUs, about 15 minutes
+    python recipes/benchmarks/trainer.py --only cp4 "dp2 x cp2" pp4 "pp2 x cp2" "pp2 x tp2"    # pipelines, with losses
     python recipes/benchmarks/trainer.py --quick --use-cpu   # tiny, a few minutes on 2 cores; writes nothing
     python recipes/benchmarks/trainer.py --write-readme      # renews README.md's table from the results
 

@@ -63,6 +63,9 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("dp2 x cp2", 4, 2, {"cp_size": 2, **_COMPILED}, recompute_below_gib=120.0),
         Case("cp2 x tp2", 4, 1, {"cp_size": 2, "tp_size": 2, **_COMPILED}),
         Case("fsdp4", 4, 4, {"dp_shard_size": 4, **_COMPILED}, recompute_below_gib=250.0),
+        Case("pp4", 4, 1, {"pp_size": 4, **_COMPILED}, recompute_below_gib=120.0),
+        Case("pp2 x cp2", 4, 1, {"pp_size": 2, "cp_size": 2, **_COMPILED}, recompute_below_gib=120.0),
+        Case("pp2 x tp2", 4, 1, {"pp_size": 2, "tp_size": 2, **_COMPILED}, recompute_below_gib=120.0),
         Case("fsdp over cp4", 4, 1, {"cp_size": 4, "dp_shard_size": 1, "fsdp": "true", **_COMPILED}),
         Case("cp4, not compiled", 4, 1, {"cp_size": 4, **_EAGER}),
         Case("overhead", 1, 1, {"context_length": 16_384, "max_document_tokens": 16_384, **_EAGER}, overhead=True),
@@ -71,6 +74,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("cp2", 2, 1, {"cp_size": 2}),
         Case("tp2", 2, 1, {"tp_size": 2}),
         Case("fsdp2", 2, 2, {"dp_shard_size": 2}),
+        Case("pp2", 2, 1, {"pp_size": 2}),
         Case("overhead", 1, 1, overhead=True),
     ),
 }

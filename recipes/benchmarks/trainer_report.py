@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -60,11 +60,32 @@ def result(runs: Mapping[str, Any], warmups: int) -> dict[str, float | None]:
         "mfu_best": round(max(shares), 4) if shares else None,
         "overhead": round(extra[0], 4) if extra else None,
     }
+    found |= loss_differences(runs)
     for name, run in runs.items():
         speed = over_time(run, "tokens_per_second_per_gpu", warmups)
         if speed is not None:
             found["tokens_per_second_per_gpu_" + re.sub(r"\W+", "_", name)] = round(speed, 1)
     return found
+
+
+def loss_differences(runs: Mapping[str, Any]) -> dict[str, float | None]:
+    """How far losses of pipelines are from those of the first run without one, and how far such runs are apart.
+
+    Returns:
+        Largest difference over all steps, of any pipeline (``loss_difference_pipelines``) and of any other split of
+        the same documents (``loss_difference_others``), which only add up in another order; empty without pipelines.
+    """
+    losses = {name: [row["loss"] for row in run.get("steps", []) if "loss" in row] for name, run in runs.items()}
+    pipelines = {name for name, run in runs.items() if "pp_size" in run.get("options", {})}
+    first, *others = [name for name in losses if losses[name] and name not in pipelines] or [None]
+    if first is None or not pipelines:
+        return {}
+
+    def furthest(names: Iterable[str]) -> float | None:
+        apart = [abs(a - b) for name in names for a, b in zip(losses[name], losses[first], strict=False)]
+        return round(max(apart), 6) if apart else None
+
+    return {"loss_difference_pipelines": furthest(pipelines), "loss_difference_others": furthest(others)}
 
 
 def run_line(name: str, run: Mapping[str, Any], warmups: int) -> str:

@@ -145,7 +145,7 @@ def choose_workload(
         return load_workload(profile), f"profile {Path(profile).name}"
     if model is not None:
         workload = AnalyticWorkload.from_config(
-            _model_config(model), hardware, gradient_checkpointing=gradient_checkpointing
+            model_config(model), hardware, gradient_checkpointing=gradient_checkpointing
         )
         return workload, f"{Path(model).name} on {hardware}, by FLOPs"
     if crossover is not None:
@@ -156,7 +156,12 @@ def choose_workload(
     )
 
 
-def _model_config(model: str) -> Any:
+def model_config(model: str) -> Any:
+    """The Transformers config of a preset, or of a folder or name.
+
+    Raises:
+        ValueError: If there is none.
+    """
     if model.lower() in {name.lower() for name in MODEL_PRESETS}:
         return preset_config(model)
     from transformers import AutoConfig

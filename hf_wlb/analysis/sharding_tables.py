@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from hf_wlb.analysis.sharding import ShardAnalysis, StrategyResult
-from hf_wlb.analysis.tables import legend
+from hf_wlb.analysis.tables import empty_table, figure, legend
 
 STRATEGY_COLUMNS = (
     ("of ideal", "work of the whole micro-batch shared out evenly, nothing lost, over the slowest rank's"),
@@ -73,7 +72,7 @@ def shard_tables(analysis: ShardAnalysis, source: str, priced_by: str) -> Iterat
 def strategy_table(analysis: ShardAnalysis) -> Table:
     """One row per strategy; see ``STRATEGY_COLUMNS``."""
     scale, unit = work_unit(analysis)
-    table = _table("Every strategy")
+    table = empty_table("Every strategy")
     table.add_column("strategy", no_wrap=True)
     for column in ("of ideal", f"slowest ({unit.split()[0]})", "imbalance", "skew", "exchanged"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -92,7 +91,7 @@ def strategy_table(analysis: ShardAnalysis) -> Table:
 
 def token_table(analysis: ShardAnalysis) -> Table:
     """Tokens of every rank under every strategy."""
-    table = _table("Tokens of every rank")
+    table = empty_table("Tokens of every rank")
     table.add_column("rank", justify="right")
     for result in analysis.results.values():
         table.add_column(result.strategy, justify="right", no_wrap=True)
@@ -105,7 +104,7 @@ def chosen_table(analysis: ShardAnalysis) -> Table:
     """What every rank holds and does under the plan that ``adaptive`` chose; see ``RANK_COLUMNS``."""
     scale, unit = work_unit(analysis)
     chosen = analysis.chosen
-    table = _table(f"adaptive's plan, {chosen.plan.strategy}; work in {unit}")
+    table = empty_table(f"adaptive's plan, {chosen.plan.strategy}; work in {unit}")
     for column in ("rank", "whole", "head", "tail", "attention", "linear", "waiting", "work"):
         table.add_column(column, justify="right", no_wrap=True)
     for number, rank in enumerate(chosen.ranks):
@@ -123,9 +122,4 @@ def chosen_table(analysis: ShardAnalysis) -> Table:
 
 
 def _work(work: float, scale: float) -> str:
-    value = work * scale
-    return f"{value:,.0f}" if value >= 10_000 else f"{value:,.1f}" if value >= 10 or not value else f"{value:.3g}"
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    return figure(work * scale)

@@ -83,7 +83,7 @@ def _heading(source: str, priced_by: str, config: PackingConfig, crossover: floa
 
 def histogram_table(summary: LengthSummary) -> Table:
     """Documents, tokens and attention work by length, one row per doubling."""
-    table = _table(f"{summary.count:,} documents, {summary.tokens:,} tokens; shares by length")
+    table = empty_table(f"{summary.count:,} documents, {summary.tokens:,} tokens; shares by length")
     for column in ("length", "documents", "tokens", "attention"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("tokens", width=_BAR)
@@ -159,7 +159,7 @@ def set_table(results: Sequence[CaseResult], title: str) -> Table:
 
 
 def _packer_table(title: str, columns: Iterable[tuple[str, str]]) -> Table:
-    table = _table(title)
+    table = empty_table(title)
     table.add_column("packer", no_wrap=True)
     for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -171,13 +171,14 @@ def _add(table: Table, row: CaseResult, *cells: str) -> None:
     table.add_row(label, *cells, style="bold" if row.config.packer == "steady" else None)
 
 
-def _table(title: str) -> Table:
+def empty_table(title: str) -> Table:
+    """A table without columns, as all of ours look."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
 def tuning_table(points: Iterable[TuningPoint], recommended: TuningPoint, title: str) -> Table:
     """One row per setting."""
-    table = _table(title)
+    table = empty_table(title)
     table.add_column("setting")
     for name in ("time gap", "delay", "worst", "waiting", "variation"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -198,6 +199,15 @@ def tuning_table(points: Iterable[TuningPoint], recommended: TuningPoint, title:
 def legend(columns: Iterable[tuple[str, str]]) -> Text:
     """What each column is."""
     return Text("\n".join(f"  {name}: {meaning}" for name, meaning in columns), "dim")
+
+
+def figure(value: float) -> str:
+    """A number with three digits or more.
+
+    >>> figure(0.012345), figure(12.345), figure(12345.6)
+    ('0.0123', '12.3', '12,346')
+    """
+    return f"{value:,.0f}" if value >= 10_000 else f"{value:,.1f}" if value >= 10 or not value else f"{value:.3g}"
 
 
 def _short(tokens: int) -> str:

@@ -5,7 +5,7 @@ forward of micro-batch i at step ``2 i + s`` and its backward at step ``2 i + 2 
 forwards to begin with, then one backward and one forward in turn, then the backwards left over. A stage goes on as soon
 as what it needs has arrived: hidden states from the stage before it, gradients from the one after it. Transfers take no
 time here, and nobody waits for a receiver. (If senders did, only filling and draining would change: by under 0.1% on
-average for the orders that ``pipeline_order`` was compared with, and not at all for its own.)
+average for the orders that ``lightest_at_both_ends`` was compared with, and not at all for its own.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def pipeline_seconds(workloads: Sequence[float], pp_size: int, backward_ratio: f
     """Time from the first forward to the last backward, with stages of equal cost.
 
     Equal micro-batches take ``(m + pp_size - 1) W``. Where they differ, ``sum W + (pp_size - 1) max W``
-    (``StepTimeModel.replica_time``) was never exceeded in the order of ``pipeline_order``, in 60,000 random steps; it
-    is where heavy and light ones take turns.
+    (``StepTimeModel.replica_time``) was never exceeded in the order of ``lightest_at_both_ends``, in 60,000 random
+    steps; it is where heavy and light ones take turns.
 
     Args:
         workloads: of the micro-batches in their order, forward plus backward of one stage, in any unit of time.

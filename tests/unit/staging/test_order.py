@@ -1,4 +1,4 @@
-"""The order of a replica's micro-batches: its shape, its ties, and the evidence for it."""
+"""The order of a replica's micro-batches in a pipeline: its shape, and the evidence for it."""
 
 from __future__ import annotations
 
@@ -10,45 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_wlb.packing import StepTimeModel
-from hf_wlb.staging import pipeline_order, pipeline_seconds
-from tests.unit.packing.checks import micro
+from hf_wlb.packing.step_time import lightest_at_both_ends
+from hf_wlb.staging import pipeline_seconds
 
 WORKLOADS = st.lists(st.sampled_from([1.0, 2.0, 3.0]) | st.floats(0, 100), max_size=12)
 
 
 def ordered(workloads):
-    return [workloads[i] for i in pipeline_order(workloads)]
+    descending = sorted(workloads, reverse=True)
+    return [descending[i] for i in lightest_at_both_ends(range(len(descending)))]
 
 
 @settings(deadline=None)
 @given(WORKLOADS)
-def test_a_permutation_that_rises_and_falls_with_the_lightest_at_both_ends(workloads):
-    order = pipeline_order(workloads)
-    assert sorted(order) == list(range(len(workloads)))
-    times = [workloads[i] for i in order]
+def test_it_rises_and_falls_with_the_lightest_at_both_ends(workloads):
+    times = ordered(workloads)
+    assert sorted(times) == sorted(workloads)
     peak = times.index(max(times)) if times else 0
     assert times[: peak + 1] == sorted(times[: peak + 1])
     assert times[peak:] == sorted(times[peak:], reverse=True)
     assert sorted([*times[:1], *times[1:][-1:]]) == sorted(times)[:2]
-    for workload in set(workloads):  # equal ones keep their order
-        places = [i for i in order if workloads[i] == workload]
-        assert places == sorted(places)
-    assert pipeline_order(times) == list(range(len(times)))
-
-
-def test_small_cases():
-    assert pipeline_order([]) == []
-    assert pipeline_order([7.0]) == [0]
-    assert pipeline_order([2.0, 1.0]) == [1, 0]
-    assert pipeline_order([4.0] * 6) == [0, 1, 2, 3, 4, 5]
-    assert pipeline_order([1, 9, 1, 9]) == [0, 1, 3, 2]
-
-
-@settings(deadline=None)
-@given(st.lists(st.sampled_from([1.0, 2.0]) | st.floats(0.1, 100), min_size=8, max_size=8), st.integers(2, 4))
-def test_what_the_planner_has_ordered_stays_as_it_is(workloads, pp_size):
-    for replica in StepTimeModel(pp_size).arrange(micro(*workloads), 2):
-        assert pipeline_order([m.workload for m in replica]) == list(range(len(replica)))
 
 
 @settings(deadline=None)

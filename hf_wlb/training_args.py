@@ -15,8 +15,15 @@ from hf_wlb.loss import FUSED_LOSSES
 from hf_wlb.packing import PACKER_NAMES, PackingConfig
 from hf_wlb.parallel import ParallelSizes
 from hf_wlb.sharding import SHARDING_STRATEGIES, ShardingConfig
+from hf_wlb.staging import StageCosts, StageLayout
 from hf_wlb.workload import HARDWARE_PRESETS, AnalyticWorkload, WorkloadModel, load_workload
 
+#: Whole ways of training: the packers that make each of them, its own first, and its cp_strategy.
+_SYSTEMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "wlb": (("steady", "wlb"), "adaptive"),
+    "plain-4d": (("next-fit",), "per_sequence"),
+    "fixed-4d": (("greedy",), "per_document"),
+}
 #: What fsdp_config may set.
 _FSDP_OPTIONS = ("reshard_after_forward", "cpu_offload", "transformer_layer_cls_to_wrap")
 #: What it may say besides, because that is what happens anyway.
@@ -51,8 +58,18 @@ class WLBTrainingArguments(TrainingArguments):
 
     With ``cp_size`` above 1 so many processes share every micro-batch, whose ``context_length`` and S_max are of all of
     them together: a process holds about ``1 / cp_size`` of it. With ``tp_size`` above 1 so many processes share every
-    matrix. The number of replicas is that of processes over ``cp_size * tp_size``; with ``fsdp`` (or ``dp_shard_size``)
-    replicas and context-parallel ranks share out the parameters, too.
+    matrix, and with ``pp_size`` above 1 the layers are shared out over so many stages (pipeline parallelism), which a
+    step's ``gradient_accumulation_steps`` micro-batches go through one behind the other: give it several times as many.
+    The number of replicas is that of processes over ``pp_size * cp_size * tp_size``; with ``fsdp`` (or
+    ``dp_shard_size``) replicas and context-parallel ranks share out the parameters, too.
+
+    ``system`` names a whole way of training, to compare with what the paper compares with; it decides what is not given
+    otherwise. ``wlb``, as without it: packer ``steady`` and ``cp_strategy="adaptive"``. ``plain-4d``: documents are
+    packed up to ``context_length`` as they come (packer ``next-fit``), and micro-batches cut ``per_sequence``.
+    ``fixed-4d``: the micro-batches of one global batch are balanced, none above ``context_length`` (packer ``greedy``),
+    and cut ``per_document``. The paper's Fixed-4D has the better of the two static strategies, so try
+    ``cp_strategy="per_sequence"`` besides. For all three to train the same documents set
+    ``max_document_tokens=context_length``: longer ones are split, and only ``wlb`` has room for them.
 
     Raises:
         ValueError: ``context_length`` is missing, or an option does not go together with planned micro-batches.
@@ -64,7 +81,12 @@ class WLBTrainingArguments(TrainingArguments):
         False, "Whether logs leave losses that are not finite out; on_nonfinite_loss says what happens to such steps."
     )
     context_length: int | None = _option(None, "Tokens of a micro-batch on average. Required: it is never guessed.")
-    packer: str = _option("steady", f"How documents are packed: {', '.join(PACKER_NAMES)}.")
+    system: str | None = _option(
+        None, f"A whole way of training, for comparison: {', '.join(_SYSTEMS)}; sets packer and cp_strategy."
+    )
+    packer: str | None = _option(
+        None, f"How documents are packed: {', '.join(PACKER_NAMES)}; default: steady, or as system says."
+    )
     max_tokens_per_micro_batch: int | None = _option(None, "S_max, what fits in memory; default 1.25 x context_length.")
     max_document_tokens: int | None = _option(None, "Longest document left whole; default S_max.")
     oversize_documents: str = _option("split", "What happens to longer ones: split, truncate (both counted) or error.")
@@ -94,7 +116,16 @@ class WLBTrainingArguments(TrainingArguments):
     )
     tp_size: int = _option(1, "Tensor parallelism: processes that share every matrix.")
     cp_size: int = _option(1, "Context parallelism: processes that share every micro-batch.")
-    cp_strategy: str = _option("adaptive", f"How they share it out: {', '.join(SHARDING_STRATEGIES)}.")
+    pp_size: int = _option(1, "Pipeline parallelism: stages, each with some of the layers.")
+    pp_stage_layers: list[int] | None = field(
+        default=None, metadata={"help": "Layers of every pipeline stage; default: so that stages cost the same."}
+    )
+    pp_stage_costs: str | None = _option(
+        None, "JSON file with measured costs to cut stages by (hf-wlb stages --measure --json); default: counted costs."
+    )
+    cp_strategy: str | None = _option(
+        None, f"How they share it out: {', '.join(SHARDING_STRATEGIES)}; default: adaptive, or as system says."
+    )
     cp_threshold: int | None = _option(
         None, "Strategy placed: longest document left whole on a process; default: the best one for each micro-batch."
     )
@@ -182,11 +213,27 @@ class WLBTrainingArguments(TrainingArguments):
         _require(
             self.parallelism_config is None,
             "parallelism_config is not supported by WLBTrainer: Accelerate would shard micro-batches once more and "
-            "lose which document is which. Set dp_replicate_size, dp_shard_size, cp_size and tp_size instead.",
+            "lose which document is which. Set dp_replicate_size, dp_shard_size, pp_size, cp_size and tp_size instead.",
         )
+        self._choose_system()
         self._check_loss()
         self._check_sharding()
         self._check_context_parallelism(self.packing_config(1))  # fails now, not on the cluster
+
+    def _choose_system(self) -> None:
+        """Puts in the place of what is not given what the system is made of."""
+        _require(
+            self.system is None or self.system in _SYSTEMS,
+            f"system must be one of {', '.join(_SYSTEMS)}, got {self.system!r}",
+        )
+        packers, strategy = _SYSTEMS[self.system or "wlb"]
+        _require(
+            self.system is None or self.packer is None or self.packer in packers,
+            f"packer={self.packer!r} contradicts system={self.system!r}, which is made by its packer "
+            f"({' or '.join(packers)}). Leave one of them out.",
+        )
+        self.packer = self.packer or packers[0]
+        self.cp_strategy = self.cp_strategy or strategy
 
     def _check_loss(self) -> None:
         _require(
@@ -202,10 +249,16 @@ class WLBTrainingArguments(TrainingArguments):
         )
 
     def _check_sharding(self) -> None:
-        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"):
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "plan_pp_size"):
             size = getattr(self, name)
             whole = size is None or (isinstance(size, int) and size >= 1)
             _require(whole, f"{name} must be a whole number of at least 1, got {size!r}.")
+        _require(
+            1 in (self.pp_size, self.plan_pp_size) or self.pp_size == self.plan_pp_size,
+            f"plan_pp_size={self.plan_pp_size} rehearses another pipeline than pp_size={self.pp_size}, which is there. "
+            "Leave plan_pp_size out.",
+        )
+        self._check_stages()
         # Parameters are sharded over our own mesh, not by Accelerate's plugin.
         self.fsdp_plugin_args = None
         if not self.fsdp:
@@ -219,6 +272,31 @@ class WLBTrainingArguments(TrainingArguments):
                 f"mesh. It takes {', '.join(_FSDP_OPTIONS)}; leave the others out"
                 + (" and set activation_checkpointing=True." if name == "activation_checkpointing" else "."),
             )
+
+    def _check_stages(self) -> None:
+        sizes: Any = self.pp_stage_layers
+        if self.pp_stage_costs is not None:
+            _require(
+                self.pp_size > 1,
+                f"pp_stage_costs={self.pp_stage_costs!r} is for cutting pipeline stages, but pp_size=1. Set pp_size, "
+                "or leave it out.",
+            )
+            _require(
+                sizes is None,
+                "pp_stage_costs and pp_stage_layers both say what pipeline stages hold. Leave one of them out.",
+            )
+            StageCosts.load(self.pp_stage_costs)
+        if sizes is None:
+            return
+        _require(
+            self.pp_size > 1,
+            f"pp_stage_layers={sizes} says what pipeline stages hold, but pp_size=1. Set pp_size, or leave it out.",
+        )
+        _require(
+            isinstance(sizes, list | tuple) and all(isinstance(size, int) for size in sizes),
+            f"pp_stage_layers must be a list of whole numbers, one a stage, got {sizes!r}.",
+        )
+        StageLayout.from_sizes(sizes, max(sum(sizes), self.pp_size), self.pp_size)  # the model may still have others
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -240,6 +318,7 @@ class WLBTrainingArguments(TrainingArguments):
             processes,
             cp_size=self.cp_size,
             tp_size=self.tp_size,
+            pp_size=self.pp_size,
             dp_replicate_size=self.dp_replicate_size,
             dp_shard_size=self.dp_shard_size,
             shard_all=bool(self.fsdp),
@@ -285,7 +364,7 @@ class WLBTrainingArguments(TrainingArguments):
             context_length=self.context_length,
             micro_batches_per_replica=self.gradient_accumulation_steps,
             dp_size=dp_size,
-            pp_size=self.plan_pp_size,
+            pp_size=max(self.pp_size, self.plan_pp_size),
             packer=self.packer,  # type: ignore[arg-type]  # checked by PackingConfig
             max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
             max_document_tokens=self.max_document_tokens,

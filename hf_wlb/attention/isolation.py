@@ -56,12 +56,16 @@ class _Heard:
     layer: LayerAttention
 
 
-def check_isolation(model: PreTrainedModel) -> list[LayerAttention]:
+def check_isolation(model: PreTrainedModel, layers: int | None = None) -> list[LayerAttention]:
     """Refuses a model that would treat packed documents otherwise than documents alone.
 
     Looks at the configuration, then runs three forward passes over a few tokens: every attention layer must get the
     plan, for whole documents and for context parallelism, and the sliding window, if there is one; changing a document
     must leave the logits of the next one as they were, and these must be those of that document alone.
+
+    Args:
+        model: Whole, or one stage of a pipeline.
+        layers: How many of its layers are there; all by default.
 
     Returns:
         What its attention layers ask, in their order.
@@ -72,7 +76,7 @@ def check_isolation(model: PreTrainedModel) -> list[LayerAttention]:
     name = type(model).__name__
     _check_config(model, name)
     (calls, packed), (_, changed) = (_forward(model, [[token] * 3, _PROBE]) for token in (1, 2))
-    _check_calls(model, calls, name)
+    _check_calls(model, calls, name, layers)
     packed, changed, alone = packed[3:], changed[3:], _forward(model, [_PROBE])[1]
     # Experts see another mix of tokens in the passes and may round differently; a leak is far larger.
     if (packed - changed).abs().max() > 1e-3 * packed.abs().max().clamp(min=1e-6):
@@ -90,9 +94,9 @@ def check_isolation(model: PreTrainedModel) -> list[LayerAttention]:
     return [call.layer for call in calls]
 
 
-def _check_calls(model: PreTrainedModel, calls: Sequence[_Heard], name: str) -> None:
+def _check_calls(model: PreTrainedModel, calls: Sequence[_Heard], name: str, there: int | None) -> None:
     config = model.config.get_text_config()
-    layers = int(config.num_hidden_layers)
+    layers = int(config.num_hidden_layers) if there is None else there
     for argument, given in (
         ("cu_seq_lens_q", sum(call.documents for call in calls)),
         ("wlb_shard and wlb_context", sum(call.shard for call in calls)),
@@ -104,7 +108,7 @@ def _check_calls(model: PreTrainedModel, calls: Sequence[_Heard], name: str) -> 
             )
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     windowed = "sliding_attention" in kinds if kinds else window is not None
-    if windowed and not any(call.layer.request.sliding_window for call in calls):
+    if windowed and there is None and not any(call.layer.request.sliding_window for call in calls):
         raise ValueError(
             f"{name} has sliding_window={window} but no layer hands it to the attention function, so the window would "
             "not be kept. Set config.sliding_window = None if the model is to be trained without it."

@@ -61,6 +61,7 @@ class WLBDataLoader(TellsProgress):
         prefetch_factor: Micro-batches each worker fetches ahead; default 2.
         pin_memory: Copy micro-batches to pinned memory.
         device: Move them there.
+        place: What this rank is besides its number, for errors, such as ``"stage 1"``.
 
     Raises:
         ValueError: If lengths and data set do not fit each other, there is no such replica, or the packer's plans
@@ -90,6 +91,7 @@ class WLBDataLoader(TellsProgress):
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
         device: torch.device | str | int | None = None,
+        place: str = "",
     ) -> None:
         given = document_lengths(dataset) if lengths is None else lengths
         if len(given) != len(dataset):
@@ -98,6 +100,7 @@ class WLBDataLoader(TellsProgress):
         self.config = config
         self.sampler = PlannedBatchSampler(given, config, workload, dp_rank=dp_rank, seed=seed, shuffle=shuffle)
         self.collator: Any = WLBDataCollator() if collator is None else collator
+        self.place = place
         self._documents = DocumentDataset(dataset, self.sampler.lengths)
         self._device = None if device is None else torch.device(device)
         self._workers: dict[str, Any] = {
@@ -107,7 +110,7 @@ class WLBDataLoader(TellsProgress):
         }
         self._loaded: dict[str, Any] | None = None  # where the next pass starts, if not at the beginning
         self._position: dict[str, Any] | None = None  # as of what was handed out; None at an epoch's beginning
-        self._progress = PassProgress(config)
+        self._progress = PassProgress(config, place=place)
         self._pass = 0  # counts iterators, so that an abandoned one cannot go on
 
     # ---- epochs and sizes ----
@@ -141,7 +144,7 @@ class WLBDataLoader(TellsProgress):
         self._pass += 1
         start, self._loaded = self._loaded, None
         self._position = start
-        self._progress = PassProgress(self.config)
+        self._progress = PassProgress(self.config, place=self.place)
         return self._iterate(self._pass, self._planner(start), 0 if start is None else start["handed_out"])
 
     def _iterate(self, number: int, planner: StepPlanner, skip: int) -> Iterator[dict[str, Any]]:

@@ -75,14 +75,16 @@ class PassProgress:
 
     Args:
         config: Settings of the planner.
+        place: What this rank is besides its number, for errors.
         compare_ranks: Compare every step over the ranks. Off in data loader workers, which are in no process group.
     """
 
-    def __init__(self, config: PackingConfig, *, compare_ranks: bool = True) -> None:
+    def __init__(self, config: PackingConfig, *, place: str = "", compare_ranks: bool = True) -> None:
         self.step: PlannedStep | None = None
         self.handed_out = 0
         self.step_metrics: dict[str, float] = {}
         self._metrics = PackingMetrics(config)
+        self._place = place
         self._compare_ranks = compare_ranks
 
     @property
@@ -102,7 +104,8 @@ class PassProgress:
             RuntimeError: On every rank, if the ranks planned different steps.
         """
         if self._compare_ranks:
-            verify_agreement(step.plan.digest() ^ salt, f"the plan of step {step.plan.step} (compared by its digest)")
+            what = f"the plan of step {step.plan.step} (compared by its digest)"
+            verify_agreement(step.plan.digest() ^ salt, what, place=self._place)
         self.step, self.handed_out = step, handed_out
         self.step_metrics = self._metrics.observe(step.plan, step.waiting, step.seconds)
 
@@ -114,7 +117,7 @@ class PassProgress:
         """
         if self._compare_ranks:
             what = f"whether the data have ended (then {_END_OF_PASS}) or which step comes next (then its digest)"
-            verify_agreement(_END_OF_PASS, what)
+            verify_agreement(_END_OF_PASS, what, place=self._place)
 
     def report(self) -> PackingReport:
         """Return the figures over the steps entered so far."""

@@ -70,6 +70,7 @@ class StreamingPackedDataset(TellsProgress, torch.utils.data.IterableDataset[dic
         dp_rank: The replica to yield for.
         collator: Turns documents into a micro-batch; must make a dummy of none. Default: ``WLBDataCollator()``. Its
             ``fingerprint``, if it has one, is compared over the ranks with every plan.
+        place: What this rank is besides its number, for errors, such as ``"stage 1"``.
 
     Raises:
         TypeError, ValueError: If the source is an iterator or cannot be iterated, there is no such replica, or the
@@ -92,6 +93,7 @@ class StreamingPackedDataset(TellsProgress, torch.utils.data.IterableDataset[dic
         *,
         dp_rank: int = 0,
         collator: Collator | None = None,
+        place: str = "",
     ) -> None:
         super().__init__()
         check_replica(config, dp_rank)
@@ -100,11 +102,12 @@ class StreamingPackedDataset(TellsProgress, torch.utils.data.IterableDataset[dic
         self.workload = workload
         self.dp_rank = dp_rank
         self.collator: Any = WLBDataCollator() if collator is None else collator
+        self.place = place
         self.epoch = 0
         self._stream = Stream(source)
         self._loaded: _Position | None = None
         self._position: _Position | None = None
-        self._progress = PassProgress(config)
+        self._progress = PassProgress(config, place=place)
         self._pass = 0
         # Shared with worker processes, so that the main one learns that it is not the one that iterates
         self._read_by_worker = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -134,7 +137,7 @@ class StreamingPackedDataset(TellsProgress, torch.utils.data.IterableDataset[dic
         self._pass += 1
         start, self._loaded = self._loaded, None
         self._position = start
-        self._progress = PassProgress(self.config, compare_ranks=worker is None)
+        self._progress = PassProgress(self.config, place=self.place, compare_ranks=worker is None)
         return self._iterate(self._pass, start)
 
     def _iterate(self, number: int, start: _Position | None) -> Iterator[dict[str, Any]]:

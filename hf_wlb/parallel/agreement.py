@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hf_wlb.parallel.collectives import gather_objects, group_device, process_count
 
 
-def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = None) -> None:
+def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = None, place: str = "") -> None:
     """Compare ``value`` over all ranks; every rank of the group must call this the same number of times.
 
     Does nothing in a single process. Costs one all-gather of 8 bytes a rank.
@@ -26,6 +26,7 @@ def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = No
         value: Any integer that fits 64 bits, signed; ``StepPlan.digest()`` for plans.
         what: What is compared, as a noun phrase for the error, such as ``"the plan of step 3"``.
         group: The ranks to compare; all of them by default.
+        place: This rank's, for the error: ``ParallelMesh.place``.
 
     Raises:
         RuntimeError: On every rank alike, if the values differ; it names each value and the ranks that hold it.
@@ -42,14 +43,15 @@ def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = No
     dist.all_gather(gathered, own, group=group)
     values = [int(tensor.item()) for tensor in gathered]
     if len(set(values)) > 1:
+        places = gather_objects(place, group)
         raise RuntimeError(
-            f"The ranks do not agree on {what}: {by_rank(values)}. Every rank plans for itself and must be given the "
-            "same documents in the same order, the same settings, seed, epoch and resume state, and the same version "
-            "of hf_wlb. A callback that stops, saves or evaluates must do so on every rank."
+            f"The ranks do not agree on {what}: {by_rank(values, places)}. Every rank plans for itself and must "
+            "be given the same documents in the same order, the same settings, seed, epoch and resume state, and the "
+            "same version of hf_wlb. A callback that stops, saves or evaluates must do so on every rank."
         )
 
 
-def verify_settings(settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
+def verify_settings(settings: Mapping[str, object], group: dist.ProcessGroup | None = None, place: str = "") -> None:
     """Compare settings over all ranks, each by its text; every rank of the group must call this together.
 
     Meant for the beginning: costs more than ``verify_agreement``.
@@ -57,6 +59,7 @@ def verify_settings(settings: Mapping[str, object], group: dist.ProcessGroup | N
     Args:
         settings: The same names on every rank, as the user knows them.
         group: The ranks to compare; all of them by default.
+        place: This rank's, for the error: ``ParallelMesh.place``.
 
     Raises:
         RuntimeError: On every rank alike, if some differ; it names each of these, its values and the ranks that hold
@@ -64,9 +67,10 @@ def verify_settings(settings: Mapping[str, object], group: dist.ProcessGroup | N
 
     >>> verify_settings({"full_determinism": True})
     """
-    given: list[dict[str, str]] = gather_objects({name: str(value) for name, value in settings.items()}, group)
+    told = gather_objects((place, {name: str(value) for name, value in settings.items()}), group)
+    places, given = [found for found, _ in told], [found for _, found in told]
     differing = [
-        f"{name} ({by_rank(values)})"
+        f"{name} ({by_rank(values, places)})"
         for name in settings
         if len(set(values := [of_rank.get(name) for of_rank in given])) > 1
     ]
@@ -78,13 +82,14 @@ def verify_settings(settings: Mapping[str, object], group: dist.ProcessGroup | N
 
 
 @contextlib.contextmanager
-def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def failing_together(group: dist.ProcessGroup | None = None, place: str = "") -> Iterator[None]:
     """Ends on all ranks alike: where one rank's block raises, the others do so too instead of waiting for it.
 
     All ranks of the group must come here together, and the block must not talk to other ranks.
 
     Args:
         group: The ranks that go on together; all of them by default.
+        place: This rank's, for the error: ``ParallelMesh.place``.
 
     Raises:
         Exception: On a rank whose block raised, that.
@@ -100,25 +105,50 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
-    said = gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}", group)
+    told = gather_objects((place, None if problem is None else f"{type(problem).__name__}: {problem}"), group)
     if problem is not None:
         raise problem
-    failed = [f"rank {rank} with {text}" for rank, text in enumerate(said) if text is not None]
+    places = [found for found, _ in told]
+    failed = [f"{name_ranks([rank], places)} with {text}" for rank, (_, text) in enumerate(told) if text is not None]
     if failed:
         raise RuntimeError(f"This rank stops because others failed: {'; '.join(failed)}")
 
 
-def by_rank(values: Sequence[Hashable]) -> str:
+def by_rank(values: Sequence[Hashable] | Mapping[int, Hashable], places: Sequence[str] = ()) -> str:
     """Who has what, in words.
+
+    Args:
+        values: Every rank's, or by rank those of some.
+        places: Every rank's, see ``name_ranks``.
 
     >>> by_rank([1, 2, 1])
     'ranks 0, 2 have 1; rank 1 has 2'
+    >>> by_rank({2: "a", 3: "b"}, ["stage 0", "stage 1", "stage 0", "stage 1"])
+    'rank 2 (stage 0) has a; rank 3 (stage 1) has b'
     """
     holders: dict[Hashable, list[int]] = {}
-    for rank, given in enumerate(values):
+    for rank, given in values.items() if isinstance(values, Mapping) else enumerate(values):
         holders.setdefault(given, []).append(rank)
-    return "; ".join(f"{_ranks(ranks)} {given}" for given, ranks in holders.items())
+    return "; ".join(
+        f"{name_ranks(ranks, places)} {'has' if len(ranks) == 1 else 'have'} {given}"
+        for given, ranks in holders.items()
+    )
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+def name_ranks(ranks: Sequence[int], places: Sequence[str] = ()) -> str:
+    """Ranks in words.
+
+    Args:
+        ranks: At least one.
+        places: Of all ranks, what each is besides its number; empty where it is nothing else.
+
+    >>> name_ranks([1]), name_ranks([0, 2])
+    ('rank 1', 'ranks 0, 2')
+    >>> name_ranks([0, 1, 2], ["stage 0", "stage 1", "stage 0", "stage 1"])
+    'ranks 0, 2 (stage 0) and 1 (stage 1)'
+    """
+    together: dict[str, list[str]] = {}
+    for rank in ranks:
+        together.setdefault(places[rank] if places else "", []).append(str(rank))
+    named = (", ".join(numbers) + (f" ({place})" if place else "") for place, numbers in together.items())
+    return f"rank{'' if len(ranks) == 1 else 's'} {' and '.join(named)}"

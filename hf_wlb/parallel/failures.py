@@ -32,6 +32,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from hf_wlb.parallel.agreement import name_ranks
 from hf_wlb.parallel.collectives import gather_objects, process_count
 
 _PATIENCE_S = 5.0  # for the cause of a broken collective to show
@@ -47,7 +48,9 @@ Process = tuple[str, int, int]
 
 
 @contextlib.contextmanager
-def reporting_failures(step: Callable[[], int], *, poll_s: float = 2.0, grace_s: float = 10.0) -> Iterator[None]:
+def reporting_failures(
+    step: Callable[[], int], *, place: str = "", poll_s: float = 2.0, grace_s: float = 10.0
+) -> Iterator[None]:
     """Ends on all ranks when one fails in the block, with an error that names the rank, the step and the cause.
 
     All ranks must enter and leave it together; it waits for the last one on both sides. A single process gets a note
@@ -55,6 +58,7 @@ def reporting_failures(step: Callable[[], int], *, poll_s: float = 2.0, grace_s:
 
     Args:
         step: The step that is being trained, from 1; also called from another thread.
+        place: What this rank is besides its number, which messages say too: ``ParallelMesh.place``.
         poll_s: Seconds between two looks for failures.
         grace_s: Seconds that a rank has to come back from a collective after another one failed. Then its process ends
             with exit code 1, from the middle of whatever it does.
@@ -76,7 +80,7 @@ def reporting_failures(step: Callable[[], int], *, poll_s: float = 2.0, grace_s:
             error.add_note(f"This is rank 0 in step {step()}.")
             raise
         return
-    watch = _Watch(step, poll_s, grace_s)
+    watch = _Watch(step, place, poll_s, grace_s)
     try:
         yield
         gather_objects(None)  # none leaves, and ends its process, while another one still trains
@@ -92,10 +96,12 @@ def reporting_failures(step: Callable[[], int], *, poll_s: float = 2.0, grace_s:
 class _Board:
     """What ranks tell each other besides collectives; a store that does not answer is taken for empty."""
 
-    def __init__(self, store: Any, block: int) -> None:
+    def __init__(self, store: Any, block: int, rank: int) -> None:
         # Two threads use it, and torch the original.
         self._store = dist.PrefixStore(f"hf_wlb_failures_{block}", store.clone())  # type: ignore[attr-defined]
         self._lock = threading.Lock()
+        self._rank = rank
+        self._first: str | None = None  # kept: the store may be gone soon
 
     def _ask(self, question: Callable[[], Any], otherwise: Any) -> Any:
         if not self._lock.acquire(timeout=_STORE_S):
@@ -110,18 +116,31 @@ class _Board:
     def claim(self, sentence: str) -> str:
         """Reports a failure; returns what was reported first."""
         found: bytes = self._ask(lambda: self._store.compare_set("first", "", sentence), sentence.encode())
-        return found.decode()
+        return self._keep(found.decode())
 
     def first(self) -> str | None:
         """The first failure that was reported."""
+        if self._first is not None:
+            return self._first
         found: bytes | None = self._ask(
             lambda: self._store.get("first") if self._store.check(["first"]) else None, None
         )
-        return None if found is None else found.decode()
+        return None if found is None else self._keep(found.decode())
 
-    def mark(self, rank: int) -> None:
-        """Shows that a rank is alive, after something broke."""
-        self._ask(lambda: self._store.set(f"alive_{rank}", "1"), None)
+    def _keep(self, first: str) -> str:
+        self._first = first
+        self._ask(lambda: self._store.set(f"read_{self._rank}", "1"), None)
+        return first
+
+    def wait_for_readers(self, ranks: int, patience_s: float) -> None:
+        """Waits until all ranks know the first failure."""
+        readers, until = [f"read_{rank}" for rank in range(ranks)], time.monotonic() + patience_s
+        while not self._ask(lambda: self._store.check(readers), True) and time.monotonic() < until:
+            time.sleep(0.1)
+
+    def mark(self) -> None:
+        """Shows that this rank is alive, after something broke."""
+        self._ask(lambda: self._store.set(f"alive_{self._rank}", "1"), None)
 
     def unmarked(self, ranks: int) -> list[int]:
         """Ranks that did not."""
@@ -134,16 +153,16 @@ class _Board:
 class _Watch:
     """The failures of one block, seen from one rank; its thread acts where the main thread does not come back."""
 
-    def __init__(self, step: Callable[[], int], poll_s: float, grace_s: float) -> None:
+    def __init__(self, step: Callable[[], int], place: str, poll_s: float, grace_s: float) -> None:
         global _blocks, _present
         self._rank, self._step, self._poll_s, self._grace_s = dist.get_rank(), step, poll_s, grace_s
         # Which ranks share this one's machine, and how many blocks there were: the store still holds theirs.
-        told: list[tuple[int, Process]] = gather_objects((_blocks, own := own_process()))
-        _blocks = max(block for block, _ in told) + 1
-        self._ranks = len(told)
-        neighbours = {rank: process for rank, (_, process) in enumerate(told) if process[0] == own[0]}
+        told: list[tuple[int, Process, str]] = gather_objects((_blocks, own := own_process(), place))
+        _blocks = max(block for block, _, _ in told) + 1
+        self._places = [found for _, _, found in told]
+        neighbours = {rank: process for rank, (_, process, _) in enumerate(told) if process[0] == own[0]}
         self._neighbours = {rank: process for rank, process in neighbours.items() if rank != self._rank}
-        self._board = _Board(_get_default_store(), _blocks)
+        self._board = _Board(_get_default_store(), _blocks, self._rank)
         self._telling = threading.Lock()  # held by the one thread that says how this process ends
         self._returned = threading.Event()
         self._terminated = False
@@ -168,14 +187,16 @@ class _Watch:
         self._telling.acquire()  # for ever, if the thread is ending this process already
         self._returned.set()
         atexit.register(_leave_soon)
-        own = f"Rank {self._rank} failed in step {self._step()}: {_text_of(error)}"
+        own = f"{self._name([self._rank])} failed in step {self._step()}: {_text_of(error)}"
         cause = self._explain(_PATIENCE_S) if _is_talk(error) else None
         if cause is not None:
-            cause = f"{cause} (This is rank {self._rank} in step {self._step()}, which stops for that reason.)"
+            cause = f"{cause} (This is {self._own_name} in step {self._step()}, which stops for that reason.)"
             _say(cause)  # the traceback may come too late: the agent ends this process soon
             return cause
         self._board.claim(own)
-        error.add_note(f"This is rank {self._rank} in step {self._step()}; the other ranks are told and stop.")
+        if self._rank == 0:  # without an agent it hosts the store, and takes it along
+            self._board.wait_for_readers(len(self._places), min(self._poll_s + 1, _PATIENCE_S))
+        error.add_note(f"This is {self._own_name} in step {self._step()}; the other ranks are told and stop.")
         self._traceback = "".join(traceback.format_exception(error))  # the text: frames would keep tensors alive
         return None
 
@@ -253,10 +274,10 @@ class _Watch:
             return None
         first = self._board.first()  # it may have reported before it went
         verb = "was killed or ended" if len(gone) == 1 else "were killed or ended"
-        return first or self._board.claim(f"{_ranks(gone)} {verb} without a word in step {self._step()}.")
+        return first or self._board.claim(f"{self._name(gone)} {verb} without a word in step {self._step()}.")
 
     def _explain(self, patience_s: float) -> str | None:
-        self._board.mark(self._rank)
+        self._board.mark()
         until = time.monotonic() + patience_s
         while (found := self._look()) is None:
             if time.monotonic() >= until:
@@ -264,16 +285,24 @@ class _Watch:
             time.sleep(0.1)
         if found is not None or patience_s < _PATIENCE_S:
             return found
-        silent = self._board.unmarked(self._ranks)
+        silent = self._board.unmarked(len(self._places))
         if not silent:
             return None
-        return f"{_ranks(silent)} cannot be reached in step {self._step()}: killed, cut off, or still waiting."
+        return f"{self._name(silent)} cannot be reached in step {self._step()}: killed, cut off, or still waiting."
+
+    @property
+    def _own_name(self) -> str:
+        return name_ranks([self._rank], self._places)
+
+    def _name(self, ranks: list[int]) -> str:
+        """At the beginning of a sentence."""
+        return f"R{name_ranks(ranks, self._places)[1:]}"
 
     def _end(self, cause: str | None, code: int) -> None:
         if not self._telling.acquire(blocking=False):
             return  # the main thread came back
         if cause is not None:
-            _say(f"{cause} (This is rank {self._rank} in step {self._step()}, which was waiting and is ended.)")
+            _say(f"{cause} (This is {self._own_name} in step {self._step()}, which was waiting and is ended.)")
         for child in multiprocessing.active_children():  # data loader workers, which nobody else would end
             child.kill()
         os._exit(code)
@@ -328,10 +357,6 @@ def _is_talk(error: BaseException) -> bool:
 def _text_of(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
 
 
 def _say(sentence: str) -> None:

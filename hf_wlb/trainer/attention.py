@@ -46,7 +46,7 @@ class TrainerAttention:
 
     def __init__(self, args: WLBTrainingArguments, layers: Sequence[LayerAttention], mesh: ParallelMesh) -> None:
         requests = list(dict.fromkeys(_in_training(layer.request, args) for layer in layers))
-        with failing_together():
+        with failing_together(place=mesh.place):
             chosen = [choose_kernel(request, args.attention_kernel) for request in requests]
             calls = {(_in_training(layer.request, args), layer.heads, layer.kv_heads) for layer in layers}
             for request, heads, kv_heads in calls:
@@ -61,7 +61,7 @@ class TrainerAttention:
             "deterministic": args.full_determinism,
         }
         if mesh.cp_size > 1:
-            verify_settings(self._compared(args, layers, requests, settings["regather"]))
+            verify_settings(self._compared(args, layers, requests, settings["regather"]), place=mesh.place)
             settings["exchange"] = ProcessGroupExchange(mesh.cp_group)
         # Layers that need different kernels choose for themselves in every call.
         for_all = chosen[0] if len(self.kernels) == 1 else None

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import set_seed
@@ -21,6 +21,7 @@ from hf_wlb.parallel import ParallelSizes, failing_together, gather_figures
 from hf_wlb.parallel.checkpoint import (
     ELEMENTWISE_OPTIM_NAMES,
     can_save_in_parts,
+    check_folder,
     check_names,
     check_optimizer,
     gather_adapters,
@@ -32,6 +33,7 @@ from hf_wlb.parallel.checkpoint import (
     save_optimizer,
     save_weights,
     saved_by_name,
+    verify_groups,
     write_json,
 )
 from hf_wlb.trainer.layouts import under_this_layout
@@ -140,6 +142,15 @@ class SplitCheckpoints(SplitModel):
         return True
 
     # ---- optimizer, scheduler ----
+
+    def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Also refuses, before the first step, what could not be saved later."""
+        found = super()._prepare_for_training(max_steps, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.mesh.pp_size > 1:
+            verify_groups(self.optimizer, self._bare_model, self.layout)
+            if self.args.save_strategy != "no":
+                check_folder(str(self.args.output_dir), self.mesh, leads=self.args.should_save)
+        return cast(tuple[Any, Any], found)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not saved_by_name(self.optimizer):

@@ -30,7 +30,7 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _ATTRIBUTE = "_wlb_compiled_forward"
 
 
-def compile_decoder_layers(model: PreTrainedModel, args: TrainingArguments) -> int:
+def compile_decoder_layers(model: PreTrainedModel, args: TrainingArguments, *, layers: int | None = None) -> int:
     """Compiles every decoder layer of a model in place, as ``args`` say. Best called before FSDP2 shards them.
 
     Names of modules and parameters, and ``isinstance`` of the layers, stay as they are. Calls with a cache of keys and
@@ -41,6 +41,7 @@ def compile_decoder_layers(model: PreTrainedModel, args: TrainingArguments) -> i
         model: A causal language model of Transformers.
         args: The run's: ``torch_compile``, ``torch_compile_backend`` (default ``"inductor"``), ``torch_compile_mode``
             and ``device``.
+        layers: How many of the model's layers are here, on a pipeline stage; all by default.
 
     Returns:
         The number of layers; 0 without ``torch_compile``.
@@ -54,10 +55,10 @@ def compile_decoder_layers(model: PreTrainedModel, args: TrainingArguments) -> i
     if not args.torch_compile:
         return 0
     settings = _settings(args)
-    layers = list(_decoder_layers(model))
+    found = list(_decoder_layers(model, layers))
     _check_machine(settings, args.device)
     classes: dict[type, type] = {}
-    for layer in layers:
+    for layer in found:
         owner = _compiled_class(type(layer))
         if owner is None:
             kind = type(layer)
@@ -67,7 +68,7 @@ def compile_decoder_layers(model: PreTrainedModel, args: TrainingArguments) -> i
         elif owner not in classes:  # compiled before, perhaps with other settings
             setattr(owner, _ATTRIBUTE, _compiled(_plain_forward(owner), owner.__name__, settings))
             classes[owner] = owner
-    return len(layers)
+    return len(found)
 
 
 def no_whole_model_compilation() -> TorchDynamoPlugin:
@@ -123,12 +124,12 @@ def _check_machine(settings: dict[str, Any], device: torch.device) -> None:
     _compiled(trial, "three operations", settings)(torch.ones(8, device=device, requires_grad=True)).backward()
 
 
-def _decoder_layers(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
+def _decoder_layers(model: PreTrainedModel, there: int | None = None) -> Iterator[torch.nn.Module]:
     """The outermost layers that gradient checkpointing knows."""
     found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     inner = {id(module) for layer in found for module in layer.modules() if module is not layer}
     layers = [layer for layer in found if id(layer) not in inner]
-    expected = int(model.config.get_text_config().num_hidden_layers)
+    expected = int(model.config.get_text_config().num_hidden_layers) if there is None else there
     if len(layers) < expected:
         raise ValueError(
             f"torch_compile=True compiles decoder layers, but of the {expected} layers of {type(model).__name__} "

@@ -47,6 +47,7 @@ class PlannedEvaluation(TrainingLoss):
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            place=self.mesh.place,
         )
         self._check_positions(loader)
         return loader
@@ -101,9 +102,10 @@ class PlannedEvaluation(TrainingLoss):
     ) -> EvalLoopOutput:
         """Trainer's loop; the loss is the mean over all tokens instead of a mean of means."""
         self._token_mean = TokenMean()
-        if self.mesh.cp_size * self.mesh.tp_size > 1:
+        if self.mesh.sizes.total > self.mesh.dp_size:
             loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-            verify_settings({"whether to predict, by compute_metrics and prediction_loss_only": not loss_only})
+            whether = "whether to predict, by compute_metrics and prediction_loss_only"
+            verify_settings({whether: not loss_only}, place=self.mesh.place)
             self.gather_function = self._gather_from_replicas
         with document_attention_enabled(self._causal_lm):
             output = super().evaluation_loop(
@@ -145,4 +147,4 @@ class PlannedEvaluation(TrainingLoss):
 
     def _gather_from_replicas(self, rows: Any) -> Any:
         """One row per replica: all of its ranks have the same."""
-        return self.accelerator.gather_for_metrics(rows)[:: self.mesh.cp_size * self.mesh.tp_size]
+        return self.accelerator.gather_for_metrics(rows)[self.mesh.replica_leads()]

@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from hf_wlb.parallel.agreement import name_ranks
 from hf_wlb.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class NonFiniteSteps(TrainerCallback, ExportableState):
         """Takes this rank's own loss of a micro-batch; nothing is waited for."""
         self._losses.append(loss.detach())
 
-    def passes(self, grad_norm: torch.Tensor | float, step: int, *, loss_scaled: bool = False) -> bool:
+    def passes(self, grad_norm: torch.Tensor | float, step: int, *, loss_scaled: bool = False, place: str = "") -> bool:
         """Whether the step shall be trained; all ranks must call this together, after its backward.
 
         Waits for the GPU, once a step.
@@ -74,6 +75,7 @@ class NonFiniteSteps(TrainerCallback, ExportableState):
             step: The step, from 1, for messages.
             loss_scaled: Whether a ``GradScaler`` (fp16) watches the gradients. They overflow now and then, as a sign
                 for it to lower its scale; where every loss is finite, that is left to it.
+            place: What this rank is besides its number, for messages.
 
         Returns:
             False if the gradients must be dropped before the optimizer's step.
@@ -85,9 +87,9 @@ class NonFiniteSteps(TrainerCallback, ExportableState):
         if math.isfinite(float(grad_norm)):
             self.in_a_row = 0
             return True
-        own = [(place, value) for place, loss in enumerate(losses) if not math.isfinite(value := float(loss))]
-        told: list[list[tuple[int, float]]] = gather_objects(own)
-        if loss_scaled and not any(told):
+        own = [(number, value) for number, loss in enumerate(losses) if not math.isfinite(value := float(loss))]
+        told: list[tuple[str, list[tuple[int, float]]]] = gather_objects((place, own))
+        if loss_scaled and not any(found for _, found in told):
             return True
         what = _in_words(step, told)
         if self.action == "stop":
@@ -132,9 +134,14 @@ class NonFiniteSteps(TrainerCallback, ExportableState):
         self.nonfinite_steps, self.in_a_row = resumed.get("nonfinite_steps", 0), resumed.get("in_a_row", 0)
 
 
-def _in_words(step: int, told: list[list[tuple[int, float]]]) -> str:
-    places = [f"{value} in micro-batch {place} of rank {rank}" for rank, own in enumerate(told) for place, value in own]
-    if not places:
+def _in_words(step: int, told: list[tuple[str, list[tuple[int, float]]]]) -> str:
+    places = [place for place, _ in told]
+    found = [
+        f"{value} in micro-batch {number} of {name_ranks([rank], places)}"
+        for rank, (_, own) in enumerate(told)
+        for number, value in own
+    ]
+    if not found:
         return f"The gradients of step {step} are not finite, though every loss is."
-    more = f" and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
-    return f"The loss of step {step} is not finite: {', '.join(places[:MOST_NAMED])}{more}."
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return f"The loss of step {step} is not finite: {', '.join(found[:MOST_NAMED])}{more}."

@@ -11,7 +11,9 @@ from hf_wlb.packing import PackingConfig, StepPlanner
 
 
 def under_this_layout(state: Mapping[str, Any], data: Any) -> dict[str, Any]:
-    """A data loader's state at the end of a step, as a loader of other ``dp_size`` and accumulation can go on from it.
+    """A data loader's state at the end of a step, as a loader of another layout can go on from it.
+
+    Another layout is another ``dp_size``, accumulation or number of pipeline stages.
 
     The step that was handed out is planned again as it was, so that no document is trained twice or left out. Which
     documents come together afterwards may depend on the layout (``steady``); each of them still comes exactly once.
@@ -32,9 +34,11 @@ def under_this_layout(state: Mapping[str, Any], data: Any) -> dict[str, Any]:
     if not isinstance(planned, Mapping) or not isinstance(saved, Mapping):
         return dict(state)
     size, dp_size = int(saved.get("micro_batches_per_replica", 0)), int(saved.get("dp_size", 0))
-    if (size, dp_size) == (now.micro_batches_per_replica, now.dp_size) or min(size, dp_size) < 1:
+    pp_size = int(saved.get("pp_size", 0))
+    alike = (size, dp_size, pp_size) == (now.micro_batches_per_replica, now.dp_size, now.pp_size)
+    if alike or min(size, dp_size, pp_size) < 1:
         return dict(state)
-    then = replace(now, micro_batches_per_replica=size, dp_size=dp_size)
+    then = replace(now, micro_batches_per_replica=size, dp_size=dp_size, pp_size=pp_size)
     if then.micro_batches != now.micro_batches:
         both = {"micro_batches_per_replica": (size, now.micro_batches_per_replica), "dp_size": (dp_size, now.dp_size)}
         changed = "; ".join(f"{name}: {old} -> {new}" for name, (old, new) in both.items() if old != new)
@@ -45,10 +49,8 @@ def under_this_layout(state: Mapping[str, Any], data: Any) -> dict[str, Any]:
         )
     if not isinstance(data, WLBDataLoader):
         raise ValueError(
-            f"a stream goes on only with the layout that it was read with: {then.dp_size} replicas with "
-            f"gradient_accumulation_steps={then.micro_batches_per_replica}, got {now.dp_size} with "
-            f"{now.micro_batches_per_replica}. Change cp_size or tp_size instead, or set ignore_data_skip=True to "
-            "start the data anew."
+            f"a stream goes on only with the layout that it was read with: {_layout(then)}, got {_layout(now)}. "
+            "Change cp_size or tp_size instead, or set ignore_data_skip=True to start the data anew."
         )
     handed_out = int(state.get("handed_out", -1))
     if handed_out not in (0, then.micro_batches_per_replica):
@@ -59,3 +61,8 @@ def under_this_layout(state: Mapping[str, Any], data: Any) -> dict[str, Any]:
     if handed_out:
         next(planner, None)
     return {**state, "handed_out": 0, "planner": {**planner.state_dict(), "config": now.to_dict()}}
+
+
+def _layout(config: PackingConfig) -> str:
+    stages = f" of {config.pp_size} pipeline stages" if config.pp_size > 1 else ""
+    return f"{config.dp_size} replicas{stages} with gradient_accumulation_steps={config.micro_batches_per_replica}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from hf_wlb.parallel import (
     ParallelMesh,
@@ -30,6 +30,8 @@ from hf_wlb.parallel import (
     wrap_data_parallel,
 )
 from hf_wlb.trainer.compilation import compile_decoder_layers, no_whole_model_compilation
+from hf_wlb.trainer.stages import StagedModel
+from hf_wlb.trainer.training_loss import causal_lm_of
 from hf_wlb.training_args import WLBTrainingArguments
 
 
@@ -55,7 +57,8 @@ def agreed_sizes(args: WLBTrainingArguments) -> ParallelSizes:
         ValueError: On every rank, if the sizes do not multiply to the processes, or the launcher wants others.
     """
     check_processes(args)
-    given = {name: getattr(args, name) for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size")}
+    names = ("dp_replicate_size", "dp_shard_size", "pp_size", "pp_stage_layers", "cp_size", "tp_size")
+    given = {name: getattr(args, name) for name in names}
     verify_settings({"context_length": args.context_length, **given, "fsdp": args.shard_parameters})
     sizes = args.parallel_sizes(args.world_size)
     check_launcher(sizes)
@@ -67,7 +70,25 @@ def agreed_sizes(args: WLBTrainingArguments) -> ParallelSizes:
     return sizes
 
 
-class SplitModel(Trainer):
+_PLANNED_BY = (
+    "gradient_accumulation_steps", "max_tokens_per_micro_batch", "max_document_tokens", "packer", "oversize_documents",
+    "empty_documents", "outlier_thresholds", "outlier_tokens", "max_time_gap", "max_wait_steps", "max_waiting_contexts",
+    "window_steps", "plan_pp_size", "shuffle_documents",
+)  # fmt: skip
+
+
+def verify_plan_settings(args: WLBTrainingArguments, mesh: ParallelMesh) -> None:
+    """Compares what steps are planned by, before anything is planned. All processes must call it together.
+
+    Raises:
+        RuntimeError: On every rank, if their arguments differ.
+    """
+    order = args.seed if args.data_seed is None else args.data_seed
+    given = {name: getattr(args, name) for name in _PLANNED_BY}
+    verify_settings({**given, "the seed of the documents' order (data_seed, or seed)": order}, place=mesh.place)
+
+
+class SplitModel(StagedModel):
     """``Trainer`` whose model may be in parts; ``WLBTrainer`` sets the attributes before Trainer's own.
 
     Attributes:
@@ -85,7 +106,7 @@ class SplitModel(Trainer):
     @property
     def _splits(self) -> bool:
         """Whether a process holds less than all parameters."""
-        return self.mesh.tp_size > 1 or cast(WLBTrainingArguments, self.args).shard_parameters
+        return self.mesh.tp_size * self.mesh.pp_size > 1 or cast(WLBTrainingArguments, self.args).shard_parameters
 
     # ---- Accelerate ----
 
@@ -100,8 +121,8 @@ class SplitModel(Trainer):
         self.accelerator.state.device_mesh = self.mesh.device_mesh
 
     def get_tp_size(self) -> int:
-        """Ranks that see the same tokens."""
-        return self.mesh.tp_size
+        """Ranks that see the same tokens: the stages of a pipeline do, too."""
+        return self.mesh.tp_size * self.mesh.pp_size
 
     # ---- splitting ----
 
@@ -145,7 +166,9 @@ class SplitModel(Trainer):
                 f"({self.mesh.sizes}). Pass optimizer_cls_and_kwargs, or name it with optim."
             )
         if cast(WLBTrainingArguments, self.args).compute_dtype is torch.float16:
-            raise ValueError("fp16 does not go together with tp_size or fsdp; set bf16=True instead.")
+            raise ValueError("fp16 does not go together with pp_size, tp_size or fsdp; set bf16=True instead.")
+        if self.mesh.pp_size > 1:
+            self._check_stages(causal_lm_of(model))
         if self.mesh.tp_size > 1:
             if self.args.use_liger_kernel:
                 raise ValueError(
@@ -157,13 +180,19 @@ class SplitModel(Trainer):
     def _split(self, model: torch.nn.Module) -> None:
         """Keeps this process's part of the parameters, and compiles layers. All processes must call this together."""
         args, shards = cast(WLBTrainingArguments, self.args), dict[str, TensorShard]()
-        verify_shapes(model)
-        if self._splits:
-            same_start(model, args.device)
+        if self._layers_here is None:  # stages that were read one by one have nothing to compare
+            verify_shapes(model)
+            if self._splits:
+                same_start(model, args.device)
+        if self.mesh.pp_size > 1:  # each has worked it out for itself
+            verify_settings({"which layers every stage has": self.stage_layout}, place=self.mesh.place)
+        stage = self._cut(model) if self.mesh.pp_size > 1 else None
         if self.mesh.tp_size > 1:
             shards = split_model(cast(PreTrainedModel, model), self.mesh)
-        with failing_together():
-            compile_decoder_layers(cast(PreTrainedModel, model), args)
+        with failing_together(place=self.mesh.place):
+            compile_decoder_layers(
+                cast(PreTrainedModel, model), args, layers=None if stage is None else len(stage.layers)
+            )
         if args.shard_parameters:
             options = self._fsdp_options
             shard_parameters(
@@ -174,7 +203,10 @@ class SplitModel(Trainer):
                 cpu_offload=self._offloads,
                 layer_classes=options.get("transformer_layer_cls_to_wrap") or (),
             )
-        self.layout, self._whole_model = ParameterLayout(self.mesh, shards), False
+        copies = {} if stage is None else stage.copies
+        self.layout, self._whole_model = ParameterLayout(self.mesh, shards, copies, self._names), False
+        if stage is not None:
+            self._join_ends()
         if self._splits:
             self.is_distributed_loading_by_transformers = True  # Accelerate must not wrap it again
             if self.place_model_on_device:
@@ -188,6 +220,8 @@ class SplitModel(Trainer):
         Accelerate's own is over all ranks, and none at all where an evaluation came before training.
         """
         wrapped: torch.nn.Module = super()._wrap_model(model, training, dataloader)
+        if self.mesh.pp_size > 1:  # gradients are summed once all micro-batches are through
+            return wrapped
         if not training or wrapped is not self.model or is_sharded(wrapped) or self.mesh.token_group is None:
             return wrapped
         if not self._splits:  # Trainer does it for those that are split

@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_wlb.accounting import LogWindow
+from hf_wlb.parallel import ParallelMesh
 from hf_wlb.parallel.failures import reporting_failures
 from hf_wlb.trainer.faults import NonFiniteSteps
 from hf_wlb.trainer.throughput import Throughput, flops_of, peak_of
@@ -24,6 +25,8 @@ class SupervisedTraining(Trainer):
         throughput: What the steps since the last log came to, see ``Throughput.figures`` for what is logged.
     """
 
+    mesh: ParallelMesh
+    micro_batch_losses: list[torch.Tensor]
     throughput: Throughput
     _window: LogWindow
     _train_data: Any
@@ -45,7 +48,7 @@ class SupervisedTraining(Trainer):
     # ---- failing ranks ----
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with reporting_failures(lambda: self.state.global_step + 1):
+        with reporting_failures(lambda: self.state.global_step + 1, place=self.mesh.place):
             return super()._inner_training_loop(*args, **kwargs)
 
     # ---- what a step achieves ----
@@ -75,8 +78,13 @@ class SupervisedTraining(Trainer):
         """Trainer's, measured."""
         if self._loss_before is None:
             self._loss_before = self._tr_loss.clone()
-        with self.throughput.timer.measure():
+        if self.mesh.pp_size > 1:  # measured piece by piece
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            for own in self.micro_batch_losses:
+                self.nonfinite.add(own)
+            return loss
+        with self.throughput.timer.measure():
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self.nonfinite.add(loss)
         return loss
 
@@ -95,7 +103,8 @@ class SupervisedTraining(Trainer):
         """Drops the gradients of a step that is left out: without any, no optimizer changes weights or its state."""
         norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         scaled = self.accelerator.scaler is not None
-        if not self.nonfinite.passes(norm, self.state.global_step + 1, loss_scaled=scaled):
+        step = self.state.global_step + 1
+        if not self.nonfinite.passes(norm, step, loss_scaled=scaled, place=self.mesh.place):
             model.zero_grad()
             self._steps_left_out += 1
             assert self._loss_before is not None

@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
 
 from hf_wlb.accounting import (
     CausalLabelSmoother,
@@ -33,8 +34,10 @@ from hf_wlb.sharding import Sharder
 from hf_wlb.trainer.attention import TrainerAttention
 from hf_wlb.trainer.checkpoints import SplitCheckpoints
 from hf_wlb.trainer.evaluation import PlannedEvaluation
+from hf_wlb.trainer.pipeline import PipelineTraining
 from hf_wlb.trainer.shard_window import ShardWindow
-from hf_wlb.trainer.splitting import agreed_sizes
+from hf_wlb.trainer.splitting import agreed_sizes, verify_plan_settings
+from hf_wlb.trainer.stages import ModelSource, open_model
 from hf_wlb.trainer.supervision import SupervisedTraining
 from hf_wlb.trainer.swap import planned_arguments, planned_collator
 from hf_wlb.trainer.training_loss import causal_lm_of
@@ -46,17 +49,20 @@ logger = logging.getLogger(__name__)
 PlannedData = WLBDataLoader | StreamingPackedDataset
 
 
-class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
+class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, PlannedEvaluation):
     """``Trainer`` with planned micro-batches, documents that do not see each other and an exact token-mean loss.
 
     With ``cp_size`` above 1 the processes of a replica share each micro-batch (context parallelism): all of them plan
-    it, and each takes its shard. With ``tp_size`` above 1 they share every matrix (tensor parallelism), and with
-    ``fsdp`` replicas and context-parallel ranks share out the parameters (FSDP2): then the model stays on the CPU until
-    each process has taken its part, and ``model`` is in parts as soon as the trainer is there.
+    it, and each takes its shard. With ``tp_size`` above 1 they share every matrix (tensor parallelism), with
+    ``pp_size`` above 1 each has some of the layers (pipeline parallelism), and with ``fsdp`` replicas and
+    context-parallel ranks share out the parameters (FSDP2): then the model stays on the CPU until each process has
+    taken its part, and ``model`` is in parts as soon as the trainer is there.
 
     Args:
         model: A causal language model of Transformers. Refused, with the reason, if documents packed together would
-            attend to each other in it.
+            attend to each other in it. Or a folder or a name on the hub, of which each pipeline stage reads its own
+            layers only, so that no process needs room for all of them; or a configuration, for random weights that
+            depend on ``args.seed`` and not on the split.
         args: ``WLBTrainingArguments``; ``context_length`` is required. Plain ``TrainingArguments`` train data parallel,
             with the longest document of a sample as context length (a warning says what that means).
         train_dataset: Documents with ``input_ids`` (and perhaps ``labels``), one a row; map-style, or iterable with
@@ -66,6 +72,8 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
         data_collator: A ``WLBDataCollator``, or None. Any other one is replaced, with a warning. Its shards are the
             trainer's business.
         workload: What documents cost; by default as ``args`` say.
+        model_init_kwargs: How to make the model of a name or a configuration: ``dtype`` (of the weights; default: what
+            they have), ``revision``, ``trust_remote_code`` and what ``from_config`` takes.
         **kwargs: Trainer's other arguments.
 
     Attributes:
@@ -92,13 +100,14 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
 
     def __init__(
         self,
-        model: PreTrainedModel | torch.nn.Module | None = None,
+        model: PreTrainedModel | torch.nn.Module | ModelSource | None = None,
         args: TrainingArguments | None = None,
         data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         *,
         workload: WorkloadModel | None = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         with failing_together():
@@ -108,7 +117,16 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
         data_collator = planned_collator(data_collator)
         self._parallelism = WLBParallelismConfig(sizes=agreed_sizes(checked))
         self.mesh = ParallelMesh.from_config(self._parallelism, device_type)
-        with failing_together():
+        verify_plan_settings(checked, self.mesh)
+        with failing_together(place=self.mesh.place):
+            if isinstance(model, str | os.PathLike | PreTrainedConfig):
+                self._take_opened(opened := open_model(model, checked, self.mesh, model_init_kwargs or {}))
+                model = opened.model
+            elif model_init_kwargs:
+                raise ValueError(
+                    f"model_init_kwargs={dict(model_init_kwargs)} says how to make a model of a name or a "
+                    f"configuration, but the model is there: a {type(model).__name__}. Leave it out."
+                )
             super().__init__(
                 model=model,
                 args=checked,
@@ -127,6 +145,7 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
             self.data_collator: Any = self._collator(data_collator)
         self._attention = TrainerAttention(checked, layers, self.mesh)
         self._split(self.model)
+        self._set_up_runner()
         self._set_up_loss(self._causal_lm)
         self.attention_kernels = self._attention.kernels
         if self.pop_callback(ProgressCallback) is not None:
@@ -158,9 +177,10 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
                 f"{name} adds a router loss (output_router_logits=True), a mean per micro-batch that changes with how "
                 "documents are packed. Set config.output_router_logits = False."
             )
-        layers = check_isolation(self._causal_lm)
-        check_loss(self._causal_lm)
-        self._check_head(self._causal_lm)
+        layers = check_isolation(self._causal_lm, self._layers_here)
+        if self._has_head:
+            check_loss(self._causal_lm)
+            self._check_head(self._causal_lm)
         return layers
 
     def _check_context_parallelism(self) -> None:
@@ -178,7 +198,8 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
                 f"include_for_metrics=['inputs'] is not supported with cp_size={self.mesh.cp_size}: every process has "
                 "only a shard of the input_ids. Take the label_ids, or set cp_size=1."
             )
-        check_loss(self._causal_lm, shifted=True)
+        if self._has_head:
+            check_loss(self._causal_lm, shifted=True)
 
     def _collator(self, given: WLBDataCollator | None) -> WLBDataCollator:
         args, text_config = cast(WLBTrainingArguments, self.args), self._causal_lm.config.get_text_config()
@@ -210,7 +231,12 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
             if args.dataloader_num_workers:
                 logger.warning("A stream is read in the main process: dataloader_num_workers is not used.")
             self._train_data = StreamingPackedDataset(
-                self.train_dataset, self.packing, self.workload, dp_rank=self.mesh.dp_rank, collator=self.data_collator
+                self.train_dataset,
+                self.packing,
+                self.workload,
+                dp_rank=self.mesh.dp_rank,
+                collator=self.data_collator,
+                place=self.mesh.place,
             )
         else:
             self._train_data = self._loader(self.train_dataset, self.packing, args.shuffle_documents)
@@ -243,7 +269,8 @@ class WLBTrainer(SupervisedTraining, SplitCheckpoints, PlannedEvaluation):
         else:
             share = args.num_train_epochs - (whole - 1)
             max_steps = sum(steps[:-1]) + math.ceil(steps[-1] * share)
-        verify_agreement(max_steps, "the number of steps to train")  # else some would wait for the others at the end
+        # Else some would wait for the others at the end.
+        verify_agreement(max_steps, "the number of steps to train", place=self.mesh.place)
         self._steps_by_epoch = steps
         values[0], values[1], values[5], values[6] = (
             len(steps),

@@ -40,7 +40,7 @@ class TrainingLoss(Trainer):
     def _set_up_loss(self, model: PreTrainedModel) -> None:
         """Once each process has its part of the model."""
         args = cast(WLBTrainingArguments, self.args)
-        if args.fused_loss == "off" or self.compute_loss_func is not None:
+        if args.fused_loss == "off" or self.compute_loss_func is not None or not self.mesh.is_last_stage:
             return
         head = plain_head(model)
         name = next(name for name, parameter in model.named_parameters() if parameter is head.weight)

@@ -23,12 +23,12 @@ _MODULE = "tests.support.faulty_training"
 class Finished:
     """A command that ended, when (by the clock that all processes share), and the processes that it left."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *command: str, timeout_s: float = 240) -> None:
         mark = uuid.uuid4().hex
         environment = {**os.environ, _MARK: mark, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
-            [sys.executable, *command], cwd=REPOSITORY, env=environment, text=True, timeout=240,
+            [sys.executable, *command], cwd=REPOSITORY, env=environment, text=True, timeout=timeout_s,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.code, self.output, self.seconds = done.returncode, done.stdout, time.monotonic()

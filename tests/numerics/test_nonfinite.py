@@ -125,7 +125,7 @@ def test_gradients_alone() -> None:
 
 
 def test_many_places_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "gather_objects", lambda own: [[], *[own] * 5])
+    monkeypatch.setattr(faults, "gather_objects", lambda own: [("", []), *[own] * 5])
     steps = NonFiniteSteps("stop")
     for loss in (1.0, NAN, -INF):
         steps.add(torch.tensor(loss))

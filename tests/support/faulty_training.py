@@ -17,6 +17,8 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,15 +147,37 @@ def run(case: str, folder: Path) -> None:
 # ---- launches ----
 
 
-def launch(case: str, folder: Path) -> dict[str, Any]:
+Run = Callable[[str, Path], None]
+"""What a rank does in a case."""
+
+
+def launch_all(
+    cases: list[str], folder: Path, run: Run = run, ranks: int = RANKS, with_agent: Collection[str] = WITH_AGENT
+) -> None:
+    """Fork the ranks of one case after the other; write what came of each to a file."""
+    for name in ("tests.support.training", "torch._dynamo", "deepspeed", "torch.distributed.launcher.api"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)  # whatever ranks would import, each for itself
+    gc.collect()
+    gc.freeze()
+    outcomes = {case: launch(case, folder, run, ranks, agent=case in with_agent) for case in cases}
+    (folder / "outcomes.json").write_text(json.dumps(outcomes))
+
+
+def launch(case: str, folder: Path, run: Run, ranks: int, *, agent: bool) -> dict[str, Any]:
     """Fork the ranks, or their agent, wait for them, and tell their exit codes, output and time since the fault."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     start = time.monotonic()
-    count = 1 if case in WITH_AGENT else RANKS
+    count = 1 if agent else ranks
     outputs = [folder / f"{case}_{place}.txt" for place in range(count)]
-    running = {_fork(case, folder, place, port, outputs[place]): place for place in range(count)}
+    jobs: list[Callable[[], None]] = [
+        partial(_be_rank, run, case, folder, place, ranks, port) for place in range(ranks)
+    ]
+    if agent:
+        jobs = [partial(_be_agent, run, case, folder, ranks)]
+    running = {_fork(job, output): place for place, (job, output) in enumerate(zip(jobs, outputs, strict=True))}
     codes: dict[int, int | None] = dict.fromkeys(range(count))
     while running and time.monotonic() - start < _LIMIT_S:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -177,7 +201,7 @@ def fault_time(case: str, folder: Path) -> float:
     return float(file.read_text()) if file.exists() else 0.0
 
 
-def _fork(case: str, folder: Path, rank: int, port: int, output: Path) -> int:
+def _fork(job: Callable[[], None], output: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -185,13 +209,7 @@ def _fork(case: str, folder: Path, rank: int, port: int, output: Path) -> int:
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
-        if case in WITH_AGENT:
-            _be_agent(case, folder)
-        else:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-            os.environ.update({name: str(value) for name, value in place.items()})
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            run(case, folder)
+        job()
     except BaseException:  # what Python does with it at the end of a script
         traceback.print_exc()
         sys.stderr.flush()
@@ -199,23 +217,30 @@ def _fork(case: str, folder: Path, rank: int, port: int, output: Path) -> int:
     sys.exit(0)
 
 
-def _be_agent(case: str, folder: Path) -> None:
+def _be_rank(run: Run, case: str, folder: Path, rank: int, ranks: int, port: int) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    run(case, folder)
+
+
+def _be_agent(run: Run, case: str, folder: Path, ranks: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=RANKS,
+        nproc_per_node=ranks,
         run_id=case,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         start_method="fork",
         max_restarts=0,
     )
-    elastic_launch(config, _run_forked)(case, folder)
+    elastic_launch(config, _run_forked)(run, case, folder)
 
 
-def _run_forked(case: str, folder: Path) -> None:
+def _run_forked(run: Run, case: str, folder: Path) -> None:
     # What torchrun would start is a process of its own: it has no handler of the agent's, and shows its error itself.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -228,17 +253,10 @@ def _run_forked(case: str, folder: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    if arguments[0] != "--launch":
+    if arguments[0] == "--launch":
+        launch_all(arguments[2:], Path(arguments[1]))
+    else:
         run(arguments[0], Path(arguments[1]))
-        return
-    for name in ("tests.support.training", "torch._dynamo", "deepspeed", "torch.distributed.launcher.api"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)  # whatever ranks would import, each for itself
-    gc.collect()
-    gc.freeze()
-    folder = Path(arguments[1])
-    outcomes = {case: launch(case, folder) for case in arguments[2:]}
-    (folder / "outcomes.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

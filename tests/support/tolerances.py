@@ -30,6 +30,8 @@ COMPILED = 1e-5
 #: the gradient norm, every gradient and every parameter's update, and their mean.
 SPLITS = 1e-5
 SPLITS_MEAN = 1e-6
+#: The same for pipelines over five steps, the worst of them all; with Adam and sharded parameters as well.
+PIPELINES = 1e-6
 #: What a negative control must miss its reference by, at least, in units of the tolerance it violates.
 NEGATIVE_CONTROL_FACTOR = 100.0
 #: On a GPU in bf16: error of document attention over that of torch's fused kernel on the same tokens as one document.

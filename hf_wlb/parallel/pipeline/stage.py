@@ -176,6 +176,8 @@ def _cut(model: PreTrainedModel, parts: ModelParts, layers: range) -> tuple[Pipe
     exit_: Exit | None = None
     replaced: dict[str, torch.nn.Module] = {}
     for name in names:
+        if any(name.startswith(f"{other}.") for other in names):
+            continue  # goes with the module that it is in
         module = replaced[name] = model.get_submodule(name)
         stand_in = EmbeddingStandIn(module) if isinstance(module, torch.nn.Embedding) else StandIn(module)
         if name == entry_name:

@@ -15,28 +15,26 @@ from hf_wlb.parallel.agreement import by_rank
 from hf_wlb.parallel.collectives import all_gather, gather_objects, group_device, process_count
 from hf_wlb.parallel.mesh import ParallelMesh
 
-_Step = list[tuple[int, int]]  # number in the plan and tokens of every micro-batch
 
-
-def verify_micro_batches(micro_batches: Sequence[tuple[int, int]], step: int, mesh: ParallelMesh) -> None:
+def verify_micro_batches(tokens: Sequence[int], step: int, mesh: ParallelMesh) -> None:
     """Compares a step over the ranks that share it, of all replicas; all ranks must call this together.
 
     Costs one all-gather of 16 bytes a rank, on the CPU where the process group can.
 
     Args:
-        micro_batches: In the order they run: the number in the plan, and the tokens here.
+        tokens: Of every micro-batch, as this rank has it.
         step: From 1, for the error.
         mesh: This process's place. Ranks with the same replica and context-parallel rank must agree.
 
     Raises:
         RuntimeError: On every rank alike, naming the ranks, their stages and what differs.
 
-    >>> verify_micro_batches([(0, 16), (1, 14)], 1, ParallelMesh())  # one process always agrees with itself
+    >>> verify_micro_batches([16, 14], 1, ParallelMesh())  # one process always agrees with itself
     """
     if process_count() == 1:
         return
     shared_by = mesh.dp_rank * mesh.cp_size + mesh.cp_rank
-    digest = hashlib.blake2b(repr([tuple(own) for own in micro_batches]).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(list(tokens)).encode(), digest_size=8).digest()
     numbers = [shared_by, int.from_bytes(digest, "little") >> 1]
     own = torch.tensor(numbers, dtype=torch.int64, device=group_device(None))
     gathered = own.new_empty(process_count() * 2)
@@ -44,7 +42,7 @@ def verify_micro_batches(micro_batches: Sequence[tuple[int, int]], step: int, me
     rows = gathered.view(-1, 2).tolist()
     if len({(shared, found) for shared, found in rows}) == len({shared for shared, _ in rows}):
         return
-    told: list[tuple[str, int, int, _Step]] = gather_objects((mesh.place, mesh.dp_rank, shared_by, [*micro_batches]))
+    told: list[tuple[str, int, int, list[int]]] = gather_objects((mesh.place, mesh.dp_rank, shared_by, [*tokens]))
     places = [place for place, *_ in told]
     problems = []
     for replica, shared in dict.fromkeys((replica, shared) for _, replica, shared, _ in told):
@@ -53,17 +51,14 @@ def verify_micro_batches(micro_batches: Sequence[tuple[int, int]], step: int, me
             problems.append(f"in replica {replica}, {by_rank(_what_differs(steps), places)}")
     raise RuntimeError(
         f"The ranks do not agree on the micro-batches of step {step}: {'; '.join(problems)}. Every stage collates them "
-        "for itself: give all ranks the same documents and workload model, and a data_collator that makes the same of "
+        "for itself: give all ranks the same documents, and a data_collator that makes the same of "
         "the same documents on every rank."
     )
 
 
-def _what_differs(steps: dict[int, _Step]) -> dict[int, str]:
+def _what_differs(steps: dict[int, list[int]]) -> dict[int, str]:
     """By rank, how many micro-batches there are; else what the first one is that is not the same everywhere."""
     if len({len(found) for found in steps.values()}) > 1:
         return {rank: f"{len(found)} micro-batches" for rank, found in steps.items()}
     first, _ = next((place, row) for place, row in enumerate(zip(*steps.values(), strict=True)) if len(set(row)) > 1)
-    return {
-        rank: f"{found[first][1]} tokens in micro-batch {found[first][0]} (run as number {first + 1})"
-        for rank, found in steps.items()
-    }
+    return {rank: f"{found[first]} tokens in micro-batch {first}" for rank, found in steps.items()}

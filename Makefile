@@ -22,7 +22,7 @@ SOURCES := hf_wlb tests recipes
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test test-fast lint typecheck format benchmark clean
+.PHONY: help install demo test test-many test-fast lint typecheck format benchmark clean
 
 help: ## Say what there is
 	@echo "make TARGET, one of:"
@@ -36,6 +36,9 @@ demo: $(VENV)/.installed-base ## Train a tiny Llama on real text, a few minutes 
 
 test: $(VENV)/.installed-test ## Run all tests that this machine can run
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-many: $(VENV)/.installed-test ## Run the tests of 8 and 16 processes: some minutes, 10 GB of memory
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m many_ranks tests/distributed/test_many_ranks.py $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.installed-test ## Run the unit tests only (no torch)
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)

@@ -13,6 +13,11 @@ With context parallelism, here two processes on the CPU that share every micro-b
 
     torchrun --nproc_per_node 2 recipes/llama_long_context.py --cp_size 2 --use_cpu
 
+With all kinds of parallelism, eight processes on the CPU: two pipeline stages of two ranks that share micro-batches and
+two that share matrices each (needs DeepSpeed: pip install "hf_wlb[pipeline]"):
+
+    torchrun --nproc_per_node 8 recipes/llama_long_context.py --pp_size 2 --cp_size 2 --tp_size 2 --use_cpu
+
 ``--resume_from_checkpoint last`` continues after the last complete checkpoint in ``output_dir``. The run leaves there
 the model in Hugging Face format, ``metrics.jsonl`` and ``micro_batch_workloads.png``. How to launch on which machines:
 docs/launching.md.
@@ -89,8 +94,10 @@ def prepare(recipe: RecipeArguments, training: WLBTrainingArguments) -> tuple[WL
     """
     with training.main_process_first(desc="preparing the documents"):
         documents, tokenizer = load_tokenised(recipe, training)
+    source, options = parts.model_source(recipe, tokenizer)
     trainer = WLBTrainer(
-        model=parts.build_model(recipe, training.seed, tokenizer),
+        model=source,
+        model_init_kwargs=options,
         args=training,
         train_dataset=documents,
         processing_class=tokenizer,

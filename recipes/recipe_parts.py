@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     HfArgumentParser,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
@@ -95,7 +96,10 @@ def parse_arguments(argv: Sequence[str], kinds: Sequence[type], demo: Path) -> t
     if config is None and not any(_is_given(argv, name) for name in _OWN):
         config = demo
     if config is not None:
-        parser.set_defaults(**_read_settings(parser, config))
+        settings = _read_settings(parser, config)
+        if (getattr(own, "pp_size", None) or 1) > 1 and not _is_given(argv, "plan_pp_size"):
+            settings.pop("plan_pp_size", None)  # a pipeline that is there is not rehearsed
+        parser.set_defaults(**settings)
     try:
         *parsed, rest = parser.parse_args_into_dataclasses(argv)
     except ValueError as error:
@@ -140,8 +144,44 @@ def with_lengths(rows: Any, recipe: ModelArguments) -> Any:
     return rows.map(measured, num_proc=recipe.preprocessing_workers, desc="Measuring")
 
 
+def model_source(
+    recipe: ModelArguments, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[PreTrainedConfig | str, dict[str, Any]]:
+    """What ``WLBTrainer`` is to make the model of: a configuration for fresh weights, or where the weights lie.
+
+    Args:
+        recipe: Says which.
+        tokenizer: Of the documents; None where they were tokenised before, by the model's own.
+
+    Returns:
+        The source, and its ``model_init_kwargs``.
+
+    Raises:
+        ValueError: If the tokenizer has more tokens than the model.
+    """
+    source: PreTrainedConfig | str = recipe.model
+    if recipe.model in MODEL_PRESETS:
+        config: Any = preset_config(recipe.model, vocab_size=None if tokenizer is None else len(tokenizer))
+        if tokenizer is not None:
+            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+        source = config
+    else:
+        config = AutoConfig.from_pretrained(recipe.model)
+        folder = Path(recipe.model)
+        if (folder / "config.json").is_file() and not any(_weight_files(folder)):
+            source = config
+    entries = config.get_text_config().vocab_size
+    if tokenizer is not None and len(tokenizer) > entries:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer):,} tokens, but {recipe.model} has embeddings for {entries:,}. Give the "
+            "tokenizer that belongs to the model."
+        )
+    return source, {"dtype": recipe.weights}
+
+
 def build_model(recipe: ModelArguments, seed: int, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
-    """A preset or a configuration with fresh weights, or a pretrained model.
+    """The model of ``model_source``, whole, for what is to be changed before it is trained.
 
     Args:
         recipe: Says which.
@@ -151,27 +191,11 @@ def build_model(recipe: ModelArguments, seed: int, tokenizer: PreTrainedTokenize
     Raises:
         ValueError: If the tokenizer has more tokens than the model.
     """
+    source, options = model_source(recipe, tokenizer)
+    if isinstance(source, str):
+        return AutoModelForCausalLM.from_pretrained(source, **options)
     set_seed(seed)
-    if recipe.model in MODEL_PRESETS:
-        config = preset_config(recipe.model, vocab_size=None if tokenizer is None else len(tokenizer))
-        if tokenizer is not None:
-            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-            config.pad_token_id = tokenizer.pad_token_id
-        return AutoModelForCausalLM.from_config(config, dtype=None if recipe.weights == "auto" else recipe.weights)
-    folder = Path(recipe.model)
-    if (folder / "config.json").is_file() and not any(_weight_files(folder)):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=None if recipe.weights == "auto" else recipe.weights
-        )
-    else:
-        model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.weights)
-    entries = model.get_input_embeddings().num_embeddings
-    if tokenizer is not None and len(tokenizer) > entries:
-        raise ValueError(
-            f"The tokenizer has {len(tokenizer):,} tokens, but {recipe.model} has embeddings for {entries:,}. Give the "
-            "tokenizer that belongs to the model."
-        )
-    return model
+    return AutoModelForCausalLM.from_config(source, dtype=None if recipe.weights == "auto" else recipe.weights)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -224,15 +248,17 @@ def describe_run(console: Console, trainer: WLBTrainer, more: dict[str, str]) ->
     """Says what is going to happen."""
     packing = trainer.packing
     tokens = int(np.asarray(trainer.train_dataset.with_format("numpy")["length"][:]).sum())
-    sharder = trainer.data_collator.sharder
+    sharder, sizes = trainer.data_collator.sharder, trainer.mesh.sizes
     table = Table(title="Run", show_header=False)
     rows = {
-        "model": f"{type(trainer.model).__name__}, {trainer.model.num_parameters():,} parameters",
+        "model": f"{type(trainer.model).__name__}, {trainer.model.num_parameters():,} parameters"
+        f"{' on the first process' if sizes.pp * sizes.tp > 1 else ''}",
         "data": f"{len(trainer.train_dataset):,} documents, {tokens:,} tokens",
         **more,
         "micro-batches": f"{packing.micro_batches_per_replica} per step and replica, {packing.dp_size} replica(s), "
         f"{packing.context_length:,} tokens on average, at most {packing.capacity:,}",
-        "processes": f"{trainer.mesh.sizes}{'' if sharder is None else f', sharding: {sharder.config.strategy}'}",
+        **({"pipeline stages": str(trainer.stage_layout)} if sizes.pp > 1 else {}),
+        "processes": f"{sizes}{'' if sharder is None else f', sharding: {sharder.config.strategy}'}",
         "attention kernel": ", ".join(trainer.attention_kernels),
         "packer": f"{packing.packer}, planned for {packing.pp_size} pipeline stage(s)",
         "attention = linear work at": f"{trainer.workload.crossover_length:,.0f} tokens",
@@ -251,7 +277,7 @@ def compare_with_next_fit(console: Console, trainer: WLBTrainer, folder: Path) -
     for heading in ("packer", "imbalance", "modelled time over perfect balance", "delay (steps)", "steps"):
         table.add_column(heading, justify="left" if heading == "packer" else "right")
     panels = {}
-    for config in (plain, packing):
+    for config in (plain, packing) if packing.packer != plain.packer else (packing,):
         report = measure(StepPlanner(source, trainer.workload, config))
         table.add_row(*_cells(report))
         plans = list(itertools.islice(StepPlanner(source, trainer.workload, config), PICTURED_STEPS))

@@ -1,4 +1,4 @@
-"""Launch files as accelerate reads them, and every command of docs/launching.md as its programs parse it."""
+"""Launch files as accelerate reads them, and the commands of README and docs/launching.md as their programs do."""
 
 import re
 import shlex
@@ -12,8 +12,18 @@ from torch.distributed.run import get_args_parser
 from tests.support.recipes import load_recipe
 from tests.support.source_tree import REPOSITORY
 
-GUIDE = (REPOSITORY / "docs" / "launching.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```$", GUIDE, re.M | re.S) for line in block.splitlines()]
+
+def commands_of(file: str) -> list[str]:
+    """Lines of its shell blocks, comments aside; those that end in a backslash go on in the next."""
+    text = (REPOSITORY / file).read_text(encoding="utf-8").replace("\\\n", "")
+    lines = [line for block in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
+    return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
+
+
+COMMANDS = commands_of("docs/launching.md")
+#: The README's that start a recipe with sizes of one's own.
+README_COMMANDS = [line for line in commands_of("README.md") if re.match(r"torchrun .* recipes/llama_long_", line)]
+PARSED = [*COMMANDS, *README_COMMANDS]
 LAUNCH = "recipes/launch"
 
 
@@ -72,8 +82,8 @@ def started(command: str) -> tuple[int, list[str]]:
     return 1, words[1:]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
-def test_commands_of_the_guide_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", PARSED, ids=range(len(PARSED)))
+def test_commands_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     processes, (script, *arguments) = started(command)
     recipe = load_recipe(Path(script).stem)
     if script == "recipes/memory.py":
@@ -82,7 +92,9 @@ def test_commands_of_the_guide_parse(command: str, capsys: pytest.CaptureFixture
         return
     _, training = recipe.parse_arguments([*arguments, "--use_cpu"])  # there may be no GPU here
     if hasattr(training, "parallel_sizes"):
-        assert training.parallel_sizes(processes).total == processes
+        sizes = training.parallel_sizes(processes)
+        assert sizes.total == processes
+        assert sizes.pp == 1 or training.gradient_accumulation_steps >= 2 * sizes.pp  # else stages mostly wait
     if "--model" in arguments:
         assert training.learning_rate < 1e-4  # and none of the demonstration's
         assert training.bf16
@@ -92,5 +104,12 @@ def test_the_guide_has_commands_for_every_launch_and_recipe() -> None:
     text = "\n".join(COMMANDS)
     for name in ("cpu.yaml", "cpu_2_processes.yaml", "one_node_8_gpus.yaml", "several_nodes.yaml", "train.sbatch"):
         assert name in text
-    for name in ("llama_long_context.py", "sft_chat.py", "trl_sft.py"):
+    for name in ("llama_long_context.py", "sft_chat.py", "trl_sft.py", "--pp_size"):
+        assert name in text
+
+
+def test_the_readme_has_commands_for_every_kind_of_parallelism() -> None:
+    text = "\n".join(README_COMMANDS)
+    assert len(README_COMMANDS) >= 4
+    for name in ("--cp_size", "--tp_size", "--pp_size", "--system"):
         assert name in text

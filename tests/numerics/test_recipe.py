@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.oracle import worst_error
 from tests.support.recipes import load_recipe
 from tests.support.source_tree import REPOSITORY
+from tests.support.tolerances import TRAINER_AFTER_STEPS
 
 RECIPE = [sys.executable, "recipes/llama_long_context.py"]
 SMALL = {
@@ -24,6 +26,7 @@ SMALL = {
     "max_steps": 8,
     "save_steps": 3,
     "warmup_steps": 2,
+    "plan_pp_size": 2,
     "preprocessing_workers": 1,
     "disable_tqdm": True,
     "use_cpu": True,
@@ -96,6 +99,25 @@ def test_two_context_parallel_processes_give_the_same_losses(finished: tuple[Pat
     assert {"cp_imbalance", "cp_attention_imbalance", "cp_attention_ms_rank_1"} <= set(row)
 
 
+def test_two_pipeline_stages_give_the_same_losses(finished: tuple[Path, str], tmp_path: Path) -> None:
+    """And leave the same model, as a whole."""
+    from transformers import AutoModelForCausalLM
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launcher, *arguments(tmp_path, pp_size=2, gradient_accumulation_steps=4, save_strategy="no")[1:]]
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected, found = losses(finished[0]), losses(tmp_path)
+    assert sorted(found) == sorted(expected)
+    assert max(abs(found[step] - expected[step]) for step in found) <= 1e-5
+    assert "dp 1 x pp 2" in result.stdout and "layers 0 | 1" in result.stdout
+    weights, reference = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path, finished[0])
+    )
+    assert weights.keys() == reference.keys()
+    assert worst_error(weights, reference) <= TRAINER_AFTER_STEPS
+
+
 def test_killed_and_resumed_it_gives_the_same_losses(finished: tuple[Path, str], tmp_path: Path) -> None:
     uninterrupted = losses(finished[0])
     process = subprocess.Popen(
@@ -136,6 +158,11 @@ def test_yaml_and_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     recipe, training = parse_arguments([])
     assert (recipe.model, training.context_length, training.gradient_accumulation_steps) == ("tiny", 4096, 4)
 
+    _, training = parse_arguments(["--pp_size", "2"])  # the demonstration plans for 4 stages where there is no pipeline
+    assert training.packing_config(1).pp_size == 2
+    _, training = parse_arguments(["--pp_size", "1"])
+    assert training.packing_config(1).pp_size == 4
+
     def refused(argv: list[str]) -> str:
         with pytest.raises(SystemExit):
             parse_arguments(argv)
@@ -150,6 +177,8 @@ def test_yaml_and_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "needs a file" in refused(["--config"])
     assert "below context_length" in refused(["--max_tokens_per_micro_batch", "10"])
     assert "thresholds must ascend" in refused(["--packer", "wlb", "--outlier_thresholds", "9", "5"])
+    assert "rehearses another pipeline" in refused(["--pp_size", "2", "--plan_pp_size", "4"])
+    assert "contradicts system='plain-4d'" in refused(["--system", "plain-4d", "--packer", "steady"])
 
 
 def test_wrong_input_gets_a_sentence(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from hf_wlb import AnalyticWorkload, WLBTrainingArguments
 from hf_wlb.parallel import ParallelSizes
@@ -74,7 +74,49 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "kernel": ({"attention_kernel": "magic"}, "attention_kernel must be one of auto, .*reference, got 'magic'"),
     "head groups": ({"kv_head_groups": 0}, "kv_head_groups must be at least 1 or None, got 0"),
-    "stages": ({"plan_pp_size": 0}, "pp_size must be a whole number of at least 1"),
+    "stages to plan for": ({"plan_pp_size": 0}, "pp_size must be a whole number of at least 1"),
+    "stages": ({"pp_size": 0}, "^pp_size must be a whole number of at least 1, got 0"),
+    "another pipeline": (
+        {"pp_size": 2, "plan_pp_size": 4},
+        "plan_pp_size=4 rehearses another pipeline than pp_size=2, which is there. Leave plan_pp_size out",
+    ),
+    "layers without stages": (
+        {"pp_stage_layers": [1, 1]},
+        r"pp_stage_layers=\[1, 1\] says what pipeline stages hold, but pp_size=1. Set pp_size, or leave it out",
+    ),
+    "layers of other stages": (
+        {"pp_size": 4, "pp_stage_layers": [1, 1]},
+        r"pp_stage_layers=\[1, 1\] names 2 stages, but pp_size=4; give one number of layers a stage",
+    ),
+    "an empty stage": (
+        {"pp_size": 2, "pp_stage_layers": [0, 1]},
+        r"pp_stage_layers=\[0, 1\] leaves stage 0 empty; every stage needs one layer at least",
+    ),
+    "fewer layers than none": (
+        {"pp_size": 2, "pp_stage_layers": [3, -1]},
+        "must hold whole numbers of at least 1, but stage 1 has -1",
+    ),
+    "one number of layers": (
+        {"pp_size": 2, "pp_stage_layers": 4},
+        "pp_stage_layers must be a list of whole numbers, one a stage, got 4",
+    ),
+    "system": ({"system": "3d"}, "system must be one of wlb, plain-4d, fixed-4d, got '3d'"),
+    "another system's packer": (
+        {"system": "plain-4d", "packer": "greedy"},
+        r"packer='greedy' contradicts system='plain-4d', which is made by its packer \(next-fit\). Leave one of them",
+    ),
+    "a packer that is no system": (
+        {"system": "wlb", "packer": "next-fit"},
+        r"packer='next-fit' contradicts system='wlb', which is made by its packer \(steady or wlb\)",
+    ),
+    "our packer in another system": (
+        {"system": "fixed-4d", "packer": "steady"},
+        r"packer='steady' contradicts system='fixed-4d', which is made by its packer \(greedy\)",
+    ),
+    "a threshold that the system does not use": (
+        {"system": "fixed-4d", "cp_threshold": 8},
+        "^cp_threshold is for cp_strategy='placed', but the cp_strategy is 'per_document'",
+    ),
 }
 
 
@@ -86,8 +128,6 @@ def test_refusals(case: str, tmp_path: Path) -> None:
 
 
 def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import TrainingArguments
-
     # Its own set-up, which wants its library, is left out.
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
     with pytest.raises(ValueError, match="deepspeed is not supported by WLBTrainer; to share out parameters set fsdp"):
@@ -173,6 +213,60 @@ def test_every_setting_reaches_the_sharder(tmp_path: Path) -> None:
     assert given.attention_kernel is None and given.regather_key_values is None
     assert arguments(tmp_path).sharding_config() == ShardingConfig(1)
     assert given.packing_config(2) == arguments(tmp_path).packing_config(2)  # S_max is of all ranks together
+
+
+SYSTEMS: dict[str, tuple[dict[str, Any], tuple[str, str, int, int]]] = {
+    "none": ({}, ("steady", "adaptive", 80, 1)),
+    "ours": ({"system": "wlb"}, ("steady", "adaptive", 80, 1)),
+    "ours, the paper's packer": ({"system": "wlb", "packer": "wlb"}, ("wlb", "adaptive", 80, 1)),
+    "plain": ({"system": "plain-4d"}, ("next-fit", "per_sequence", 64, 1)),
+    "plain, our sharding": ({"system": "plain-4d", "cp_strategy": "adaptive"}, ("next-fit", "adaptive", 64, 1)),
+    "plain, said twice": ({"system": "plain-4d", "packer": "next-fit"}, ("next-fit", "per_sequence", 64, 1)),
+    "fixed": ({"system": "fixed-4d"}, ("greedy", "per_document", 64, 1)),
+    "fixed, the other sharding": (
+        {"system": "fixed-4d", "cp_strategy": "per_sequence", "window_steps": 2},
+        ("greedy", "per_sequence", 64, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SYSTEMS)
+def test_a_system_decides_what_is_not_given(case: str, tmp_path: Path) -> None:
+    options, expected = SYSTEMS[case]
+    given = arguments(tmp_path, cp_size=2, **options)
+    packing = given.packing_config(2)
+    assert (packing.packer, given.sharding_config().strategy, packing.capacity, packing.window_steps) == expected
+    assert packing.longest_document == packing.capacity and given.shuffle_documents
+    written = {name: getattr(given, name) for name in ("system", "packer", "cp_strategy", "cp_size", "window_steps")}
+    assert arguments(tmp_path, **written).packing_config(2) == packing
+
+
+def test_a_system_by_plain_arguments_and_command_line(tmp_path: Path) -> None:
+    plain = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    made = WLBTrainingArguments.from_plain(plain, context_length=64, system="fixed-4d")
+    assert made.packing_config(1) == arguments(tmp_path, system="fixed-4d").packing_config(1)
+    assert made.cp_strategy == "per_document"
+    assert WLBTrainingArguments.from_plain(plain, context_length=64).packing_config(1).packer == "steady"
+    with pytest.raises(ValueError, match="contradicts system='plain-4d'"):
+        WLBTrainingArguments.from_plain(plain, context_length=64, system="plain-4d", packer="wlb")
+    (parsed,) = HfArgumentParser(WLBTrainingArguments).parse_args_into_dataclasses(
+        f"--output_dir {tmp_path} --context_length 64 --system plain-4d --cp_size 2 --use_cpu".split()
+    )
+    assert (parsed.packer, parsed.sharding_config().strategy) == ("next-fit", "per_sequence")
+
+
+def test_stages_and_their_layers(tmp_path: Path) -> None:
+    (parsed,) = HfArgumentParser(WLBTrainingArguments).parse_args_into_dataclasses(
+        f"--output_dir {tmp_path} --context_length 64 --pp_size 4 --pp_stage_layers 9 8 8 7 --use_cpu".split()
+    )
+    assert (parsed.pp_size, parsed.pp_stage_layers) == (4, [9, 8, 8, 7])
+    assert parsed.packing_config(2).pp_size == 4  # without plan_pp_size
+    assert parsed.parallel_sizes(8) == ParallelSizes(dp_replicate=2, pp=4)
+    assert arguments(tmp_path, pp_size=2, plan_pp_size=2).packing_config(1).pp_size == 2
+    sharded = arguments(tmp_path, pp_size=2, cp_size=2, fsdp=True).parallel_sizes(16)
+    assert sharded == ParallelSizes(pp=2, dp_shard=4, cp=2)
+    with pytest.raises(ValueError, match="pp_size=3 does not divide the 8 processes"):
+        arguments(tmp_path, pp_size=3).parallel_sizes(8)
 
 
 def test_a_parallelism_of_accelerate_is_refused(tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ def train(case: str, folder: Path) -> None:
         digest.update(parameter.detach().numpy().tobytes())
     found = {"losses": recorder.losses, "logs": recorder.logs, "weights": digest.hexdigest()}
     (folder / f"{case}_{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # else gloo may abort a process whose peers have gone
 
 
 def _fail_in_layer(trainer: Any, fail: Callable[[], None], *, backward: bool) -> None:

@@ -120,7 +120,15 @@ def evaluation(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     trainer, _ = trainer_of(folder, rows(), build(deep(LLAMA)), **settings, **more)
     before, predicted = trainer.evaluate(), trainer.predict(rows()[:9])
     trainer.train()
+    refused = ""
+    if trainer.mesh.pp_size > 1:
+        try:
+            generate: Any = trainer.model
+            generate.generate(torch.tensor([[5, 6, 7]]))
+        except RuntimeError as error:
+            refused = str(error)
     return {
+        "refused": refused,
         "before": before,
         "predictions": predicted.predictions,
         "labels": predicted.label_ids,
@@ -220,6 +228,7 @@ def test_evaluation_and_predictions(split_runs: Any, tmp_path: Path) -> None:
         for name in ("eval_loss", "eval_targets", "eval_right"):
             assert found["before"][name] == pytest.approx(expected["before"][name], rel=EVALUATION)
         assert found["after"] == pytest.approx(expected["after"], rel=1e-5)
+        assert found["refused"].startswith("generate is not supported with pp_size above 1")
         assert np.array_equal(found["labels"], expected["labels"])
         valid = expected["labels"] != -100
         np.testing.assert_allclose(found["predictions"][valid], expected["predictions"][valid], rtol=1e-4, atol=1e-5)

@@ -146,13 +146,23 @@ class PipelineStage:
 def cut_stage(model: PreTrainedModel, parts: ModelParts, layers: range) -> PipelineStage:
     """Leaves a model one stage's modules, in place; the others' parameters are let go of.
 
+    The model's ``generate`` then raises.
+
     Args:
         model: Whole, on any device, "meta" included.
         parts: See ``find_parts``.
         layers: The stage's own, one after the other.
     """
     stage, _ = _cut(model, parts, layers)
+    model.__dict__["generate"] = _no_generation
     return stage
+
+
+def _no_generation(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "generate is not supported with pp_size above 1: this process has some of the model's layers only. Save the "
+        "model, and load it whole with from_pretrained."
+    )
 
 
 @contextlib.contextmanager

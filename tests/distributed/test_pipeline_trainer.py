@@ -31,6 +31,7 @@ SPLIT_BY: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
     },
     4: {
         "pp4": ({"pp_size": 4}, (LLAMA, "gemma3", "qwen3_moe")),
+        "pp4, twenty steps": ({"pp_size": 4, "max_steps": 20}, (LLAMA,)),
         "pp2 x dp2": ({"pp_size": 2}, (LLAMA, "gemma3")),
         "pp2 x cp2": ({"pp_size": 2, "cp_size": 2}, (LLAMA, "gemma3", "mistral, window")),
         "pp2 x tp2": ({"pp_size": 2, "tp_size": 2}, (LLAMA, "gemma3")),
@@ -39,7 +40,14 @@ SPLIT_BY: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
     },
 }
 #: Runs of one process to compare with: by what of a split changes them.
-OWN_OPTIONS = ("optim", "learning_rate", "adam_epsilon", "activation_checkpointing", "label_smoothing_factor")
+OWN_OPTIONS = (
+    "max_steps",
+    "optim",
+    "learning_rate",
+    "adam_epsilon",
+    "activation_checkpointing",
+    "label_smoothing_factor",
+)
 
 
 def deep(family: str) -> Family:
@@ -79,7 +87,7 @@ def runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for split, (options, families) in SPLIT_BY[world_size].items():
         for family in families:
-            given = {**options, "max_steps": STEPS}
+            given = {"max_steps": STEPS, **options}
             trainer, steps = prepared(folder, deep(family), replicas(world_size, options), given)
             trainer.train()
             found[split, family] = stages_of(rank, trainer, steps)
@@ -164,7 +172,7 @@ def control_run(rank: int, folder: str, control: str) -> Any:
 def single(tmp_path_factory: Any) -> Any:
     @functools.cache
     def ask(family: str, own: tuple[tuple[str, Any], ...]) -> Outcome:
-        options = {**dict(own), "max_steps": STEPS, "gradient_accumulation_steps": MICRO_BATCHES}
+        options = {"max_steps": STEPS, **dict(own), "gradient_accumulation_steps": MICRO_BATCHES}
         return run(str(tmp_path_factory.mktemp("single")), deep(family), 1, **options)
 
     return ask

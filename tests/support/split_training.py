@@ -7,6 +7,7 @@ Writes FOLDER/losses.json: losses, gradient norms and generated tokens by the na
 
 import json
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ SPLITS: dict[int, dict[str, dict[str, Any]]] = {
         "fsdp2, offloaded": {"dp_shard_size": 2, "fsdp": True, "fsdp_config": {"cpu_offload": True}},
         "tp2, bf16": {"tp_size": 2, "bf16": True},
         "fsdp2, bf16": {"dp_shard_size": 2, "bf16": True},
+        "pp2": {"pp_size": 2},
+        "pp2, bf16": {"pp_size": 2, "bf16": True},
+        "pp2, bf16, compiled": {"pp_size": 2, "bf16": True, "torch_compile": True},
         "cp2, bf16, compiled": {"cp_size": 2, "bf16": True, "torch_compile": True},
         "tp2, bf16, compiled": {"tp_size": 2, "bf16": True, "torch_compile": True},
     },
@@ -55,7 +59,8 @@ def run(folder: Path, world_size: int, use_cpu: bool, **options: Any) -> dict[st
     from hf_wlb import WLBTrainer, WLBTrainingArguments
     from tests.support.tiny_llama import random_documents
 
-    replicas = world_size // (options.get("cp_size", 1) * options.get("tp_size", 1))
+    sizes = [options.get(name, 1) for name in ("pp_size", "cp_size", "tp_size")]
+    replicas = world_size // prod(sizes)
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 200, (80,), generator=generator).tolist()
     args = WLBTrainingArguments(

@@ -60,16 +60,15 @@ class PipelineTraining(Trainer):
         """Trainer's; in a pipeline, of all of the step's micro-batches with the last of them.
 
         Returns:
-            The loss, such that its mean over all processes is the step's.
+            The loss, the same on all stages.
         """
         if self._runner is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         self._collected.append(self._prepare_inputs(inputs))
         self.micro_batch_losses = []
-        nothing = torch.zeros((), device=self.args.device)
         if not self.accelerator.sync_gradients:
-            return nothing
+            return torch.zeros((), device=self.args.device)
         micro_batches, self._collected = self._collected, []
         tokens = [int(given["input_ids"].shape[1]) for given in micro_batches]
         verify_micro_batches(tokens, self.state.global_step + 1, self.mesh)
@@ -88,10 +87,8 @@ class PipelineTraining(Trainer):
             average_gradients(self.model.parameters(), self.mesh.token_group)
         if self._tied_ends is not None:
             self._tied_ends.sum_gradients()
-        if not self.micro_batch_losses:
-            return nothing
-        # Only the last stage has a loss, and logs hold the mean over all processes.
-        return torch.stack(self.micro_batch_losses).sum().to(nothing) * self.mesh.pp_size
+        own = torch.stack(self.micro_batch_losses).sum().float() if self.mesh.is_last_stage else None
+        return self._runner.links.from_last(own, (), torch.float32)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; in a pipeline all stages must call it together, and all of them get the loss.

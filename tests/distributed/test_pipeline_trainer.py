@@ -124,10 +124,10 @@ def metrics(prediction: Any) -> dict[str, float]:
 def evaluation(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Evaluation before training, predictions, and evaluation after it."""
     more: dict[str, Any] = {"eval_dataset": rows()[:9], "compute_metrics": metrics}
-    settings = {**RUN, "gradient_accumulation_steps": MICRO_BATCHES, "max_steps": 2, **options}
+    settings = {**RUN, "gradient_accumulation_steps": MICRO_BATCHES, "max_steps": 3, "logging_steps": 2, **options}
     trainer, _ = trainer_of(folder, rows(), build(deep(LLAMA)), **settings, **more)
     before, predicted = trainer.evaluate(), trainer.predict(rows()[:9])
-    trainer.train()
+    trained = trainer.train()
     refused = ""
     if trainer.mesh.pp_size > 1:
         try:
@@ -141,6 +141,7 @@ def evaluation(folder: str, options: dict[str, Any]) -> dict[str, Any]:
         "predictions": predicted.predictions,
         "labels": predicted.label_ids,
         "after": trainer.evaluate()["eval_loss"],
+        "train_loss": trained.training_loss,
     }
 
 
@@ -235,6 +236,7 @@ def test_evaluation_and_predictions(split_runs: Any, tmp_path: Path) -> None:
         found = rank["evaluation"]
         for name in ("eval_loss", "eval_targets", "eval_right"):
             assert found["before"][name] == pytest.approx(expected["before"][name], rel=EVALUATION)
+        assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-6)
         assert found["after"] == pytest.approx(expected["after"], rel=1e-5)
         assert found["refused"].startswith("generate is not supported with pp_size above 1")
         assert np.array_equal(found["labels"], expected["labels"])

@@ -1,0 +1,377 @@
+"""What the end-to-end benchmark's samples come to: estimates, tables, the RESULT line. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from end_to_end_cases import BASELINE, CUT, FIXED, VARIANTS, WLB, K
+from numpy.typing import NDArray
+from readme_table import between_marks
+
+from hf_wlb.staging.simulation import slot
+
+BEGIN, END = "<!-- end-to-end-table:begin -->", "<!-- end-to-end-table:end -->"
+RESAMPLES = 2000
+USUAL_MICRO_BATCHES = 8
+KERNELS = {"flash-attn-2": "fa2", "flash-attn-4": "fa4"}
+#: What others are compared with: the better one of these.
+COMPARED = (
+    ((BASELINE,), "speedup"),
+    ((CUT,), "speedup_vs_concat_cut"),
+    ((FIXED, "fixed-4d, per-sequence"), "speedup_vs_fixed"),
+)
+#: The paper's speed-ups of a 7B model over its Plain-4D: Fig. 13 (128K) and Fig. 14, by context.
+PAPER_PARTS = {"per-document alone": 1.02, "adaptive alone": 1.05, "packing + delay alone": 1.28, WLB: 1.33}
+PAPER_CONTEXTS = {64 * K: 1.07, 160 * K: 1.40}
+
+#: What the results hold, in words.
+COLUMNS = {
+    "seconds": "of a step, all ranks beginning together, to the end of the slowest: micro-batches to the device, "
+    "forward, backward, clipping, optimizer; micro-batches are collated before",
+    "predicted": "the step's time by the cost model that it was planned with, in that model's unit",
+    "spans": "begin and end of every forward and backward, rank by rank, seconds from the step's beginning, in the "
+    "order in which 1F1B runs them",
+    "plan_seconds, shard_seconds": "time that one rank took to pack the step, and to plan its shards",
+    "pass_...": "over the whole stream, beginning and end included: the same documents for all variants",
+    "window": "steps that are sampled at random, in rounds in which every variant runs one",
+    "tokens_per_second_per_gpu": "tokens over seconds of the sampled steps",
+    "scale": "seconds over predicted of the sampled steps",
+    "stream_seconds": "scale x predicted of the whole stream",
+    "stream_tokens_per_second_per_gpu": "tokens over (scale x predicted) of the whole stream",
+    "speedup": "of stream_tokens_per_second_per_gpu over Plain-4D's of the same launch: equal documents, and the "
+    "luck of the draw, which steps were sampled, mostly cancels; speedup_sampled: of tokens_per_second_per_gpu",
+    "..._interval": "95%, by resampling whole rounds; none for fewer than 3",
+    "imbalance": "a rank's longest micro-batch, forward and backward, over its mean one; mean over ranks and steps",
+    "rank_imbalance": "the busiest rank's forwards and backwards over the mean rank's, waiting between them left out",
+    "busy": "share of the step that a stage's ranks compute",
+}
+
+Figures = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch.
+
+    Attributes:
+        about: Its line, see ``end_to_end_run.launch_line``.
+        rounds: Its complete rounds: the step of every variant by name.
+    """
+
+    about: Mapping[str, Any]
+    rounds: Sequence[Mapping[str, Mapping[str, Any]]]
+
+    @property
+    def variants(self) -> list[str]:
+        """Those that were run."""
+        return list(self.about["streams"])
+
+    def column(self, variant: str, name: str) -> Figures:
+        """A figure of every round's step."""
+        return np.array([steps[variant][name] for steps in self.rounds], dtype=np.float64)
+
+    @property
+    def label(self) -> str:
+        """What was run, such as ``pp2cp2_128k_fa4``; with another number of micro-batches than 8 that, too."""
+        settings = self.about["settings"]
+        sizes = "".join(
+            f"{axis}{settings[f'{axis}_size']}" for axis in ("pp", "cp", "tp") if settings[f"{axis}_size"] > 1
+        )
+        kernel = KERNELS.get(self.about["kernel"], self.about["kernel"])
+        more = "" if settings["micro_batches"] == USUAL_MICRO_BATCHES else f"_m{settings['micro_batches']}"
+        return f"{sizes or 'dp'}_{settings['context_length'] / K:g}k_{kernel}{more}"
+
+
+def complete_lines(text: str) -> str:
+    r"""Without a last line that was broken off.
+
+    >>> complete_lines('{"a": 1}\n{"b"')
+    '{"a": 1}\n'
+    """
+    return text[: text.rfind("\n") + 1]
+
+
+def read_launches(text: str) -> list[Launch]:
+    """Reads the lines of a results file; steps of rounds that are not complete are left out.
+
+    Raises:
+        ValueError: If a step's launch has no line before it.
+    """
+    about: dict[str, Mapping[str, Any]] = {}
+    steps: dict[str, dict[int, dict[str, Mapping[str, Any]]]] = {}
+    for line in complete_lines(text).splitlines():
+        row = json.loads(line)
+        if row["kind"] == "launch":
+            about[row["launch"]], steps[row["launch"]] = row, {}
+        elif row["launch"] not in about:
+            raise ValueError(f"A step of launch {row['launch']} comes before the launch itself: the file is damaged.")
+        elif row["round"] >= 0:  # the others are the warm-up
+            steps[row["launch"]].setdefault(row["round"], {})[row["variant"]] = row
+    return [
+        Launch(found, [rows for _, rows in sorted(steps[name].items()) if rows.keys() == found["streams"].keys()])
+        for name, found in about.items()
+    ]
+
+
+def rounds_done(launches: Iterable[Launch], settings: Mapping[str, Any]) -> int:
+    """The first round that no launch with these settings has completed."""
+    done = [
+        int(next(iter(steps.values()))["round"]) + 1
+        for launch in launches
+        if launch.about["settings"] == settings
+        for steps in launch.rounds
+    ]
+    return max(done, default=0)
+
+
+# ---- estimates ----
+
+
+def resampled(rounds: int) -> NDArray[np.int64]:
+    """Rounds drawn with replacement, ``[RESAMPLES + 1, rounds]``; the first row is all of them as they are."""
+    drawn = np.random.default_rng(0).integers(0, max(rounds, 1), size=(RESAMPLES, rounds))
+    return np.concatenate([np.arange(rounds)[None], drawn])
+
+
+def estimate(values: Figures) -> tuple[float, list[float] | None]:
+    """The value of all rounds (the first) and the 95% interval of the resampled ones."""
+    interval = (
+        None if np.isnan(values[-1]) else [round(float(end), 4) for end in np.percentile(values[1:], (2.5, 97.5))]
+    )
+    return round(float(values[0]), 4), interval
+
+
+def speeds(launch: Launch, variant: str) -> tuple[Figures, Figures]:
+    """Tokens per second and device, for every resampling: of the sampled steps, and of the whole stream."""
+    rows = resampled(len(launch.rounds))
+    seconds, tokens, predicted = (
+        launch.column(variant, name)[rows].sum(axis=1) for name in ("seconds", "tokens", "predicted")
+    )
+    stream, devices = launch.about["streams"][variant], launch.about["devices"]
+    sampled = tokens / seconds / devices
+    whole = stream["pass_tokens"] / (seconds / predicted * stream["pass_predicted"]) / devices
+    if len(launch.rounds) < 3:
+        sampled[1:] = whole[1:] = np.nan
+    return sampled, whole
+
+
+def order_of(micro_batches: int, pp_size: int, stage: int) -> list[tuple[int, bool]]:
+    """The order in which a stage runs its micro-batches: (number, whether it is the forward).
+
+    Without a pipeline forward and backward of one come together.
+
+    >>> order_of(3, 2, 0)
+    [(0, True), (1, True), (0, False), (2, True), (1, False), (2, False)]
+    """
+    if pp_size == 1:
+        return [(number, True) for number in range(micro_batches)]
+    slots = (slot(stage, step, pp_size) for step in range(2 * (micro_batches + pp_size - 1)))
+    return [(number, forward) for number, forward in slots if 0 <= number < micro_batches]
+
+
+def rank_spans(launch: Launch, step: Mapping[str, Any], rank: int) -> list[tuple[int, bool, float, float]]:
+    """A rank's (micro-batch, whether it is the forward, begin, end) in a step."""
+    settings, moments = launch.about["settings"], step["spans"][rank]
+    order = order_of(settings["micro_batches"], settings["pp_size"], launch.about["stage_of_rank"][rank])
+    pairs = zip(order, moments[::2], moments[1::2], strict=True)
+    return [(number, forward, begin, end) for (number, forward), begin, end in pairs]
+
+
+def micro_batch_seconds(launch: Launch, step: Mapping[str, Any]) -> Figures:
+    """What every micro-batch took, forward and backward, ``[ranks, micro-batches]``."""
+    found = np.zeros((len(step["spans"]), launch.about["settings"]["micro_batches"]))
+    for rank in range(len(found)):
+        for number, _, begin, end in rank_spans(launch, step, rank):
+            found[rank, number] += end - begin
+    return found
+
+
+def busy_figures(launch: Launch, variant: str) -> dict[str, Any]:
+    """What the spans say."""
+    taken = np.stack([micro_batch_seconds(launch, steps[variant]) for steps in launch.rounds])  # [round, rank, micro]
+    ranks = taken.sum(axis=2)
+    stages = np.array(launch.about["stage_of_rank"])
+    shares = ranks.sum(axis=0) / launch.column(variant, "seconds").sum()
+    return {
+        "imbalance": round(float((taken.max(axis=2) / taken.mean(axis=2)).mean()), 4),
+        "rank_imbalance": round(float((ranks.max(axis=1) / ranks.mean(axis=1)).mean()), 4),
+        "busy": [round(float(shares[stages == stage].mean()), 4) for stage in range(int(stages.max()) + 1)],
+        "busy_seconds": [round(float(mean), 4) for mean in ranks.mean(axis=0)],
+    }
+
+
+def variant_row(launch: Launch, variant: str) -> dict[str, Any]:
+    """A variant's figures in a launch with at least one complete round; speed-ups where Plain-4D ran in it."""
+    stream, devices = launch.about["streams"][variant], launch.about["devices"]
+    sampled, whole = speeds(launch, variant)
+    seconds, predicted = launch.column(variant, "seconds"), launch.column(variant, "predicted")
+    scale = float(seconds.sum() / predicted.sum())
+    peak = launch.about["peak_flops"]
+    row: dict[str, Any] = {"rounds": len(seconds), "step_seconds": round(float(seconds.mean()), 4)}
+    for name, values in (
+        ("tokens_per_second_per_gpu", sampled),
+        ("stream_tokens_per_second_per_gpu", whole),
+    ):
+        row[name], row[f"{name}_interval"] = estimate(values)
+    row |= {
+        "scale": scale,
+        "stream_predicted": stream["pass_predicted"],
+        "stream_seconds": round(scale * stream["pass_predicted"], 2),
+        "mfu": round(float(launch.column(variant, "flops").sum()) / float(seconds.sum()) / devices / peak, 4)
+        if peak
+        else None,
+        "peak_gib": max((max(steps[variant]["peak_gib"]) for steps in launch.rounds), default=0.0),
+        "planning_share": round(
+            float((launch.column(variant, "plan_seconds") + launch.column(variant, "shard_seconds")).sum())
+            / float(seconds.sum()),
+            5,
+        ),
+        **busy_figures(launch, variant),
+    }
+    for others, name in COMPARED:
+        known = [other for other in others if other in launch.variants]
+        if not known or (variant in known and name != "speedup"):
+            continue
+        other = max(known, key=lambda other: float(speeds(launch, other)[1][0]))
+        theirs, their_whole = speeds(launch, other)
+        row[name], row[f"{name}_interval"] = estimate(whole / their_whole)
+        row[f"{name}_sampled"], row[f"{name}_sampled_interval"] = estimate(sampled / theirs)
+        row[f"{name}_predicted"] = round(launch.about["streams"][other]["pass_predicted"] / stream["pass_predicted"], 4)
+    return row
+
+
+def best_launches(launches: Iterable[Launch]) -> dict[str, Launch]:
+    """By label the launch with the most rounds, of several the last; those without a whole round are left out."""
+    found: dict[str, Launch] = {}
+    for launch in launches:
+        known = found.get(launch.label)
+        if launch.rounds and (known is None or len(launch.rounds) >= len(known.rounds)):
+            found[launch.label] = launch
+    return found
+
+
+def summary(launches: Iterable[Launch]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Every variant's figures by label; ratios are formed within one launch only."""
+    return {
+        label: {variant: variant_row(launch, variant) for variant in launch.variants}
+        for label, launch in best_launches(launches).items()
+    }
+
+
+def result(figures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, float | None]:
+    """The RESULT line: WLB's speed-ups by label, and of the labels with 8 micro-batches the least favourable ones."""
+    rows = {label: variants[WLB] for label, variants in figures.items() if WLB in variants}
+    found: dict[str, float | None] = {
+        f"speedup_{label}": row["speedup"] for label, row in rows.items() if "speedup" in row
+    }
+    usual = [row for label, row in rows.items() if "_m" not in label]
+    for name in ("speedup_vs_concat_cut", "speedup_vs_fixed"):
+        found[name] = min((row[name] for row in usual if name in row), default=None)
+    found["mfu"] = max((row["mfu"] for row in rows.values() if row["mfu"] is not None), default=None)
+    found["planning_share"] = max((row["planning_share"] for row in rows.values()), default=None)
+    found["peak_gib"] = max(
+        (row["peak_gib"] for variants in figures.values() for row in variants.values()), default=None
+    )
+    return found
+
+
+# ---- shown ----
+
+
+def _with_interval(row: Mapping[str, Any], name: str, digits: int) -> str:
+    if row.get(name) is None:
+        return "-"
+    interval = row[f"{name}_interval"]
+    ends = (
+        ""
+        if interval is None or interval[0] == interval[1]
+        else f" ({interval[0]:,.{digits}f}-{interval[1]:,.{digits}f})"
+    )
+    return f"{row[name]:,.{digits}f}{ends}"
+
+
+def launch_lines(label: str, variants: Mapping[str, Mapping[str, Any]], same: Mapping[str, str]) -> list[str]:
+    """A Markdown table of a launch's variants."""
+    lines = [
+        f"**{label}**, {next(iter(variants.values()))['rounds']} rounds",
+        "",
+        "| variant | tokens/s/GPU, sampled | whole stream | its seconds | speed-up | sampled | predicted | vs cut | "
+        "imbalance | busy by stage | MFU | peak GiB | planning |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in (variant.name for variant in VARIANTS if variant.name in variants or variant.name in same):
+        row = variants[same.get(name, name)]
+        cells = (
+            name + (f" (= {same[name]})" if name in same else ""),
+            _with_interval(row, "tokens_per_second_per_gpu", 0),
+            _with_interval(row, "stream_tokens_per_second_per_gpu", 0),
+            f"{row['stream_seconds']:,.0f}",
+            _with_interval(row, "speedup", 3),
+            _with_interval(row, "speedup_sampled", 3),
+            f"{row['speedup_predicted']:.3f}" if "speedup_predicted" in row else "-",
+            _with_interval(row, "speedup_vs_concat_cut", 3),
+            f"{row['imbalance']:.3f}",
+            " ".join(f"{share:.0%}" for share in row["busy"]),
+            "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['peak_gib']:.0f}",
+            f"{row['planning_share']:.2%}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def paper_lines(launches: Mapping[str, Launch], figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The parts beside the paper's Fig. 13, the contexts beside its Fig. 14."""
+    lines = ["| split, context, kernel | part | speed-up | paper, Fig. 13 |", "|---|---|---|---|"]
+    for label, launch in launches.items():
+        same = launch.about["same_as"]
+        parts = [name for name in PAPER_PARTS if name in figures[label] or name in same]
+        if len(parts) < 2 or BASELINE not in figures[label]:
+            continue
+        for name in parts:
+            shown = _with_interval(figures[label][same.get(name, name)], "speedup", 3)
+            lines.append(f"| {label} | {name} | {shown} | {PAPER_PARTS[name]:.2f} |")
+    contexts = sorted((launch.about["settings"]["context_length"], label) for label, launch in launches.items())
+    lines += ["", "| context | split, kernel | WLB over Plain-4D | paper, Fig. 14 |", "|---|---|---|---|"]
+    for context, label in contexts:
+        if "speedup" in figures[label].get(WLB, {}):
+            known = f"{PAPER_CONTEXTS[context]:.2f}" if context in PAPER_CONTEXTS else "-"
+            lines.append(
+                f"| {context / K:g}K | {label} | {_with_interval(figures[label][WLB], 'speedup', 3)} | {known} |"
+            )
+    return lines
+
+
+def readme_table(launches: Sequence[Launch]) -> str:
+    """README.md's tables and what they say.
+
+    Raises:
+        ValueError: If there is no launch with a whole round.
+    """
+    best = best_launches(launches)
+    if not best:
+        raise ValueError("The results hold no launch with a whole round: run the benchmark first.")
+    figures = summary(launches)
+    lines: list[str] = []
+    for label, launch in best.items():
+        about, settings = launch.about, launch.about["settings"]
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        lines += [
+            *launch_lines(label, figures[label], about["same_as"]),
+            "",
+            f"A {settings['model']} Llama of {settings['layers'] or 'all its'} layers, {settings['micro_batches']} "
+            f"micro-batches of {settings['context_length']:,} tokens a step, {about['devices']} x {about['device']}, "
+            f"lengths `{settings['lengths']}`. {versions}; {about.get('date', '')}, commit {about.get('commit', '')}; "
+            f"`{about.get('command', '')}`.",
+            "",
+        ]
+    return "\n".join([*lines, *paper_lines(best, figures)])
+
+
+def with_table(readme: str, table: str) -> str:
+    """README's text with another table."""
+    return between_marks(readme, table, BEGIN, END)

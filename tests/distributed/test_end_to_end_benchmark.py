@@ -1,0 +1,130 @@
+"""The end-to-end benchmark's whole way through, tiny, on two gloo processes."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_wlb.presets import MODEL_PRESETS
+from tests.support.source_tree import REPOSITORY
+from tests.support.training import arguments
+
+FOLDER = REPOSITORY / "recipes" / "benchmarks"
+VARIANTS = {"pp2": ("plain-4d", "wlb"), "cp2": ("plain-4d", "wlb", "wlb, not placed")}
+SPLITS = {"pp2": ("2", "1"), "cp2": ("1", "2")}
+
+
+def benchmark(split: str, output: Path, pictures: Path) -> str:
+    """One launch with a round; what it printed."""
+    pp_size, cp_size = SPLITS[split]
+    command = [sys.executable, "end_to_end.py", "--quick", "--use-cpu", "--pp_size", pp_size, "--cp_size", cp_size]
+    command += ["--rounds", "1", "--warmups", "1", "--output", str(output), "--pictures", str(pictures)]
+    command += ["--only", *VARIANTS[split]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)}
+    environment |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rows_of(output: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "launch"], [row for row in rows if row["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """Two launches of a pipeline into one file: (what the second printed, the file, the pictures)."""
+    folder = tmp_path_factory.mktemp("end_to_end")
+    benchmark("pp2", folder / "results.jsonl", folder)
+    return benchmark("pp2", folder / "results.jsonl", folder), folder / "results.jsonl", folder
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A launch of two context-parallel ranks: (what it printed, the file)."""
+    folder = tmp_path_factory.mktemp("end_to_end_shards")
+    return benchmark("cp2", folder / "results.jsonl", folder), folder / "results.jsonl"
+
+
+def check_steps(steps: list[dict[str, Any]], spans: int) -> None:
+    entropy = math.log(MODEL_PRESETS["tiny"].vocab_size)
+    for step in steps:
+        assert step["loss"] == pytest.approx(entropy, rel=0.05)  # of random tokens and random weights
+        assert step["tokens"] == sum(map(sum, step["micro_batch_tokens"]))
+        assert len(step["spans"]) == 2
+        for moments in step["spans"]:
+            assert len(moments) == spans and moments == sorted(moments)
+            assert moments[0] >= 0 and moments[-1] <= step["seconds"] + 1e-4
+
+
+def test_launches_go_on_with_other_steps(pipeline: tuple[str, Path, Path]) -> None:
+    launches, steps = rows_of(pipeline[1])
+    assert [launch["first_round"] for launch in launches] == [0, 1]
+    assert launches[0]["stage_of_rank"] == [0, 1] and launches[0]["stage_layers"] == [1, 1]
+    counted = [step for step in steps if step["round"] >= 0]
+    assert Counter(step["variant"] for step in counted) == {"plain-4d": 2, "wlb": 2}
+    assert len({(step["variant"], step["step"]) for step in counted}) == 4
+    assert sum(step["round"] < 0 for step in steps) == 2
+    check_steps(steps, spans=4 * 2 * 2)
+
+
+def test_a_pipeline_s_figures_and_picture_are_there(pipeline: tuple[str, Path, Path]) -> None:
+    printed, _, folder = pipeline
+    result = json.loads(printed.rstrip().splitlines()[-1].removeprefix("RESULT "))
+    label = "pp2_0.5k_reference_m4"
+    assert result[f"speedup_{label}"] > 0 and 0 < result["planning_share"] < 1
+    assert (folder / f"end_to_end_{label}.png").stat().st_size > 5_000
+
+
+def test_context_parallel_ranks_share_micro_batches_as_their_variant_says(shards: tuple[str, Path]) -> None:
+    _, steps = rows_of(shards[1])
+    check_steps(steps, spans=4 * 2)
+    counted = {step["variant"]: step for step in steps if step["round"] >= 0}
+    assert set(counted) == set(VARIANTS["cp2"])
+    assert counted["plain-4d"]["cp_per_sequence"] == 1.0
+    assert counted["wlb"]["cp_placed"] > 0 == counted["wlb, not placed"]["cp_placed"]
+    assert counted["wlb"]["step"] == counted["wlb, not placed"]["step"]
+    assert counted["wlb"]["loss"] == pytest.approx(counted["wlb, not placed"]["loss"], rel=1e-2)
+    assert min(step["shard_seconds"] for step in counted.values()) > 0
+
+
+@pytest.mark.parametrize("system", ["plain-4d", "fixed-4d", "wlb"])
+def test_systems_are_what_the_trainer_makes_of_their_names(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from end_to_end_cases import VARIANTS as KNOWN
+
+    found = next(variant for variant in KNOWN if variant.name == system)
+    args = arguments(tmp_path, system=system)
+    assert (args.packer, args.cp_strategy) == (found.packer, found.sharding)
+
+
+@pytest.mark.parametrize(("micro_batches", "pp_size"), [(1, 2), (4, 4), (8, 4), (3, 2)])
+def test_spans_come_in_the_order_of_the_schedule(
+    micro_batches: int, pp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.runtime.pipe import schedule
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from end_to_end_report import order_of
+
+    for stage in range(pp_size):
+        counts = {True: 0, False: 0}
+        expected = []
+        for instructions in schedule.TrainSchedule(micro_batches, pp_size, stage).steps():
+            for instruction in instructions:
+                forward = type(instruction) is schedule.ForwardPass
+                if forward or type(instruction) is schedule.BackwardPass:
+                    expected.append((counts[forward], forward))
+                    counts[forward] += 1
+        assert order_of(micro_batches, pp_size, stage) == expected

@@ -86,3 +86,22 @@ def check_folders(*files: Path | None) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write an object, its keys sorted."""
     path.write_text(json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def measuring_device(device: str | None, dtype: str) -> tuple[str, Any]:
+    """Where to measure, "cuda" or "cpu", and torch's type of that name.
+
+    Raises:
+        ValueError: There is no such type, or no such device.
+    """
+    import torch
+
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if dtype not in known:
+        raise ValueError(f"--dtype must be one of {', '.join(known)}, got {dtype!r}.")
+    there = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if there else "cpu"
+    if device not in (("cuda", "cpu") if there else ("cpu",)):
+        raise ValueError(f"--device must be cpu or, where there is a GPU, cuda; got {device!r}.")
+    return device, known[dtype]

@@ -13,7 +13,16 @@ from hf_wlb.analysis.inputs import model_config
 from hf_wlb.analysis.sharding import read_micro_batch
 from hf_wlb.analysis.stage_tables import stage_tables
 from hf_wlb.analysis.stages import analyze_stages
-from hf_wlb.cli.base import Checkpointing, Model, app, check_folders, progress, user_errors, write_json
+from hf_wlb.cli.base import (
+    Checkpointing,
+    Model,
+    app,
+    check_folders,
+    measuring_device,
+    progress,
+    user_errors,
+    write_json,
+)
 from hf_wlb.lengths import LengthArray
 from hf_wlb.staging import StageCosts, stage_costs, typical_lengths
 from hf_wlb.workload.hardware import HARDWARE_PRESETS
@@ -115,24 +124,15 @@ def _measure(
     repeats: int,
     checkpointing: bool,
 ) -> StageCosts:
-    import torch
-
     from hf_wlb.profiling import measure_stage_costs
 
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if dtype not in known:
-        raise ValueError(f"--dtype must be one of {', '.join(known)}, got {dtype!r}.")
-    there = torch.cuda.is_available()
-    if device is None:
-        device = "cuda" if there else "cpu"
-    if device not in (("cuda", "cpu") if there else ("cpu",)):
-        raise ValueError(f"--device must be cpu or, where there is a GPU, cuda; got {device!r}.")
+    where, known = measuring_device(device, dtype)
     with progress("making the model") as show:
         return measure_stage_costs(
             config,
             documents,
-            device=device,
-            dtype=known[dtype],
+            device=where,
+            dtype=known,
             gradient_checkpointing=checkpointing,
             repeats=repeats,
             tell=show,

@@ -50,7 +50,11 @@ def assemble_profile(
     *,
     linear: Iterable[Sample] = (),
     head: Iterable[Sample] = (),
+    embedding: Iterable[Sample] = (),
     collectives: Iterable[Sample] = (),
+    layers: Iterable[Sample] = (),
+    model: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A profile's JSON object, checked; ``ProfiledWorkload.from_dict`` takes it and saves it.
 
@@ -61,19 +65,32 @@ def assemble_profile(
         attention: See ``time_attention``.
         linear: Everything else of a layer; none for a profile of attention alone.
         head: LM head and loss.
+        embedding: What comes before the first layer.
         collectives: See ``time_collectives`` and ``time_exchange``.
+        layers: How many layers of every window the samples stand for; none for samples of the whole model.
+        model: What else to say about the model.
+        metadata: What else to say about the profile.
 
     Raises:
         ValueError: See ``parse_profile``.
     """
-    sections = {"attention": attention, "linear": linear, "head": head, "collectives": collectives}
+    sections = {
+        "attention": attention,
+        "linear": linear,
+        "head": head,
+        "embedding": embedding,
+        "collectives": collectives,
+    }
+    kinds = [dict(layer) for layer in layers]
     ordered = {name: _ordered(samples, SECTIONS[name][0]) for name, samples in sections.items()}
-    profile = {
+    profile: dict[str, Any] = {
         "schema": PROFILE_SCHEMA,
         "metadata": {
+            **(metadata or {}),
             "device": device_name(device),
             "dtype": str(shape.dtype).removeprefix("torch."),
             "model": {
+                **(model or {}),
                 "heads": shape.heads,
                 "kv_heads": shape.kv_heads,
                 "head_size": shape.head_size,
@@ -83,6 +100,7 @@ def assemble_profile(
             },
             "versions": library_versions(),
         },
+        **({"layers": kinds} if kinds else {}),
         **{name: samples for name, samples in ordered.items() if samples or name in ("attention", "linear")},
     }
     parse_profile(profile)

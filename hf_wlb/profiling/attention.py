@@ -6,23 +6,21 @@ written down.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hf_wlb.attention.kernels import AttentionKernel, AttentionOptions, KernelRequest
 from hf_wlb.attention.segments import Segments
-from hf_wlb.profiling.timing import Stopwatch
+from hf_wlb.profiling.timing import PairTimer, forward_backward_seconds
 
 Point = tuple[int, int]
 """Queries and keys of a document (as many) or of a chunk (more keys)."""
 
 _CHUNK_QUERIES = (16, 64, 320, 1088, 4160, 16448)
 _KEYS_PER_QUERY = (2, 4, 8, 16, 64)
-_FEWEST_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class AttentionShape:
         head_size: Of queries and keys.
         value_head_size: Of values; None for the same.
         dtype: Of all of them.
+        softcap: Of the scores; None for none.
 
     Raises:
         ValueError: For sizes below 1, or KV heads that do not divide the heads.
@@ -45,6 +44,7 @@ class AttentionShape:
     head_size: int
     value_head_size: int | None = None
     dtype: torch.dtype = torch.bfloat16
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         sizes = (self.heads, self.kv_heads, self.head_size, self.values)
@@ -65,13 +65,22 @@ class AttentionShape:
 
     @property
     def options(self) -> AttentionOptions:
-        """The usual scaling and nothing else."""
-        return AttentionOptions(scaling=self.head_size**-0.5)
+        """The usual scaling, and the softcap if there is one."""
+        return AttentionOptions(scaling=self.head_size**-0.5, softcap=self.softcap)
 
-    def request(self, device: torch.device) -> KernelRequest:
-        """What a kernel must be able to do for it."""
+    def request(self, device: torch.device, *, window: bool = False) -> KernelRequest:
+        """What a kernel must be able to do for it; with a sliding window if ``window``."""
         grouped = self.heads != self.kv_heads
-        return KernelRequest(device.type, self.dtype, self.head_size, self.values, grouped=grouped)
+        capped = self.softcap is not None
+        return KernelRequest(
+            device.type,
+            self.dtype,
+            self.head_size,
+            self.values,
+            sliding_window=window,
+            softcap=capped,
+            grouped=grouped,
+        )
 
     def random(self, queries: int, keys: int, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, ...]:
         """Random q, k, v and gradient of the output, the same for the same seed on one kind of device."""
@@ -112,6 +121,7 @@ def time_attention(
     keys_per_call: int = 262_144,
     repeats: int = 5,
     seconds_per_point: float = 1.0,
+    timer: PairTimer | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> list[dict[str, int | float]]:
     """The ``attention`` section of a profile, for these points.
@@ -125,6 +135,7 @@ def time_attention(
         keys_per_call: Most keys of a call of chunks, which have many keys for few queries; one chunk is always taken.
         repeats: Measurements of each point, after a warm-up.
         seconds_per_point: Three are enough once they took that long.
+        timer: How to time, instead of ``forward_backward_seconds`` with these repeats.
         tell: Called with a line about every point.
 
     Returns:
@@ -133,14 +144,16 @@ def time_attention(
     Raises:
         ValueError: For a point with more queries than keys.
     """
-    calls = {point: _per_call(point, queries_per_call, keys_per_call) for point in sorted(set(points))}
+    measure = partial(forward_backward_seconds, device=device, repeats=repeats, enough=seconds_per_point)
+    time: PairTimer = measure if timer is None else timer
+    calls = {point: per_call(point, queries_per_call, keys_per_call) for point in sorted(set(points))}
     queries = max((q * count for (q, _), count in calls.items()), default=0)
     keys = max((kv * count for (_, kv), count in calls.items()), default=0)
     tensors = shape.random(queries, keys, device)
     samples: list[dict[str, int | float]] = []
     for (q_len, kv_len), count in calls.items():
         segments = Segments.from_lengths([q_len] * count, [kv_len] * count, device)
-        forward, backward = _time_call(kernel, shape, tensors, segments, device, repeats, seconds_per_point)
+        forward, backward = _time_call(kernel, shape, tensors, segments, time)
         sample = {"q_len": q_len, "kv_len": kv_len}
         samples.append({**sample, "forward_seconds": forward / count, "backward_seconds": backward / count})
         if tell is not None:
@@ -148,8 +161,8 @@ def time_attention(
     return samples
 
 
-def _per_call(point: Point, queries_per_call: int, keys_per_call: int) -> int:
-    """How many of a document or chunk share a call."""
+def per_call(point: Point, queries_per_call: int, keys_per_call: int) -> int:
+    """How many of a document or chunk share a call; see ``time_attention``."""
     q_len, kv_len = point
     if not 1 <= q_len <= kv_len:
         raise ValueError(f"a point has at least 1 query and at least as many keys, got {point}.")
@@ -162,29 +175,16 @@ def _time_call(
     shape: AttentionShape,
     tensors: tuple[torch.Tensor, ...],
     segments: Segments,
-    device: torch.device,
-    repeats: int,
-    seconds_enough: float,
+    timer: PairTimer,
 ) -> tuple[float, float]:
-    """Medians of forward and backward of one call."""
+    """Seconds of forward and backward of one call."""
     queries, keys = int(segments.q[-1]), int(segments.k[-1])
     q, k, v, dout = (tensor[:rows] for tensor, rows in zip(tensors, (queries, keys, keys, queries), strict=True))
-    watch = Stopwatch(device)
-    times: list[list[float]] = []
-    spent = time.perf_counter()
-    for number in range(repeats + 1):
-        watch.start()
-        out, lse = kernel.forward(q, k, v, segments, shape.options)
-        watch.stop()
-        watch.start()
-        kernel.backward(dout, q, k, v, out, lse, segments, shape.options)
-        watch.stop()
-        measured = watch.take()
-        if number:  # the first compiles and warms up
-            times.append(measured)
-        else:
-            spent = time.perf_counter()
-        if len(times) >= _FEWEST_REPEATS and time.perf_counter() - spent > seconds_enough:
-            break
-    forward, backward = (statistics.median(column) for column in zip(*times, strict=True))
-    return forward, backward
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        return kernel.forward(q, k, v, segments, shape.options)
+
+    def backward(found: tuple[torch.Tensor, torch.Tensor]) -> None:
+        kernel.backward(dout, q, k, v, *found, segments, shape.options)
+
+    return timer(forward, backward)

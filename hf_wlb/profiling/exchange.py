@@ -13,50 +13,13 @@ import torch
 
 from hf_wlb.attention.context import AttentionContext, ShardTensors
 from hf_wlb.attention.function import attend
-from hf_wlb.attention.kernels import AttentionKernel, AttentionOptions, Gradients, KernelRequest
-from hf_wlb.attention.segments import Segments
 from hf_wlb.profiling.attention import AttentionShape
+from hf_wlb.profiling.no_kernel import NoKernel
 from hf_wlb.profiling.timing import median_seconds
 from hf_wlb.sharding import per_document, shard_layout
 
 OPERATION = "key_value_exchange"
 """What profiles call it: forward plus backward of one layer; bytes are those of all ranks' keys and values."""
-
-
-class _NoKernel(AttentionKernel):
-    """Returns memory as it finds it."""
-
-    name = "none"
-
-    def refusal(self, request: KernelRequest) -> str | None:
-        return None
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse_type = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
-        return out, q.new_empty(q.shape[1], q.shape[0], dtype=lse_type)
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        into: Gradients | None = None,
-    ) -> Gradients:
-        return into or (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
 
 
 def time_exchange(
@@ -83,7 +46,7 @@ def time_exchange(
         return []
     unit = 2 * exchange.size
     counts = sorted({-(-count // unit) * unit for count in token_counts})
-    idle = replace(context, kernel=_NoKernel(), meter=None)
+    idle = replace(context, kernel=NoKernel(), meter=None)
     few_heads = replace(shape, heads=shape.kv_heads)  # queries take no part, so as few as there can be
     own = [_time(idle, few_heads, count, device, repeats) for count in counts]
     gathered = exchange.gather(torch.tensor([own], dtype=torch.float32, device=device)).wait()

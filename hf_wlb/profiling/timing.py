@@ -5,11 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+PairTimer = Callable[[Callable[[], Any], Callable[[Any], object]], tuple[float, float]]
+"""Seconds of a forward, and of the backward that takes what the forward gave; may call both any number of times."""
+
 #: Cycles a millisecond of waiting takes, at least: no GPU's clock is faster.
 _CYCLES_PER_MS = 2_000_000
+_FEWEST_REPEATS = 3
 
 
 class Stopwatch:
@@ -89,3 +94,48 @@ def median_seconds(
         run()
         watch.stop()
     return statistics.median(watch.take())
+
+
+def forward_backward_seconds(
+    forward: Callable[[], Any],
+    backward: Callable[[Any], object],
+    *,
+    device: torch.device,
+    repeats: int = 5,
+    enough: float | None = None,
+) -> tuple[float, float]:
+    """Median times of a forward and of its backward on ``device``, after one of each that is not counted.
+
+    Args:
+        forward: Whatever it gives is handed to ``backward``.
+        backward: Takes that.
+        device: The device that works.
+        repeats: Measurements.
+        enough: Seconds after which three measurements are enough; None for all of them, which processes that work
+            together must do.
+
+    Raises:
+        ValueError: For fewer than one repeat.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}.")
+    watch = Stopwatch(device)
+    times: list[list[float]] = []
+    begun = time.perf_counter()
+    for number in range(repeats + 1):
+        watch.start()
+        out = forward()
+        watch.stop()
+        watch.start()
+        backward(out)
+        watch.stop()
+        del out
+        measured = watch.take()
+        if number:
+            times.append(measured)
+        else:  # the first compiles and warms up
+            begun = time.perf_counter()
+        if enough is not None and len(times) >= _FEWEST_REPEATS and time.perf_counter() - begun > enough:
+            break
+    first, second = (statistics.median(column) for column in zip(*times, strict=True))
+    return first, second

@@ -9,6 +9,7 @@ A profile is a JSON object::
       "attention": [{"q_len": 1024, "kv_len": 1024, "forward_seconds": ..., "backward_seconds": ...}, ...],
       "linear": [{"tokens": 8192, "forward_seconds": ..., "backward_seconds": ...}, ...],
       "head": [{"tokens": 8192, "forward_seconds": ..., "backward_seconds": ...}, ...],
+      "embedding": [{"tokens": 8192, "forward_seconds": ..., "backward_seconds": ...}, ...],
       "collectives": [{"operation": "all_gather", "group_size": 4, "bytes": 1048576, "seconds": ...}, ...],
       "gradient_checkpointing": false,
       "micro_batch_tokens": 131072
@@ -21,9 +22,13 @@ A profile is a JSON object::
   profile of attention alone, which prices other work at nothing.
 - ``layers`` (optional): how many layers the samples stand for, by sliding window (null: full attention).
   Absent: the samples are of the whole model, with full attention in every layer.
-- ``head`` (optional): LM head and loss, once a model. ``collectives`` (optional): ``bytes`` is the whole
-  tensor, as every rank holds it after an all-gather; sorted by (operation, group_size, bytes). The operation
-  ``key_value_exchange`` is all of context parallelism's exchange in a layer, forward plus backward, copies included.
+- ``head`` (optional): LM head and loss, once a model; ``embedding`` (optional): what comes before the first layer.
+- ``collectives`` (optional), sorted by (operation, group_size, bytes). ``all_gather`` and ``reduce_scatter``: ``bytes``
+  is the whole tensor, as every rank holds it after an all-gather. ``all_reduce``: the tensor that every rank has.
+  ``send_recv``: what one rank sends to one other, so group_size is 2. ``key_value_exchange``: all of context
+  parallelism's exchange in a layer, forward plus backward, copies included; bytes of all ranks' keys and values.
+- ``metadata`` may hold more than is listed, such as ``held_out``: how far what is read off the profile was from
+  timings of other shapes.
 - ``gradient_checkpointing``, ``micro_batch_tokens`` (optional): how to read it; see ``ProfiledWorkload``.
 """
 
@@ -37,6 +42,8 @@ from typing import Any
 from hf_wlb.workload.base import is_whole_number
 
 PROFILE_SCHEMA = "hf_wlb.profile/1"
+COLLECTIVES = ("all_gather", "all_reduce", "key_value_exchange", "reduce_scatter", "send_recv")
+"""Operations that a profile's ``collectives`` may hold."""
 
 _TIMES = ("forward_seconds", "backward_seconds")
 # Section -> (keys that order its samples, keys that hold times).
@@ -44,10 +51,11 @@ SECTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attention": (("q_len", "kv_len"), _TIMES),
     "linear": (("tokens",), _TIMES),
     "head": (("tokens",), _TIMES),
+    "embedding": (("tokens",), _TIMES),
     "collectives": (("operation", "group_size", "bytes"), ("seconds",)),
 }
 _REQUIRED = ("metadata", "attention", "linear")
-_OPTIONAL = ("layers", "head", "collectives", "gradient_checkpointing", "micro_batch_tokens")
+_OPTIONAL = ("layers", "head", "embedding", "collectives", "gradient_checkpointing", "micro_batch_tokens")
 _METADATA: dict[str, tuple[type, str]] = {
     "device": (str, "a text"),
     "dtype": (str, "a text"),
@@ -66,6 +74,7 @@ class Profile:
     linear: tuple[tuple[int, float, float], ...]
     head: tuple[tuple[int, float, float], ...]
     collectives: tuple[tuple[str, int, int, float], ...]
+    embedding: tuple[tuple[int, float, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object this profile was read from, with its defaults written out."""
@@ -111,6 +120,7 @@ def parse_profile(data: Any, where: str = "The profile") -> Profile:
             raise ValueError(f"metadata {key!r} of {_lower(where)} must be {name}, but it is {_kind(metadata[key])}.")
     sections = {name: _parse_section(data, name, where) for name in SECTIONS}
     profile = Profile(dict(metadata), _parse_layers(data, where), **sections)
+    _check_collectives(profile, where)
     for index, (q_len, kv_len, *_) in enumerate(profile.attention):
         if q_len > kv_len:
             raise ValueError(
@@ -120,6 +130,17 @@ def parse_profile(data: Any, where: str = "The profile") -> Profile:
     if not any(q_len == kv_len for q_len, kv_len, *_ in profile.attention):
         raise ValueError(f"attention of {_lower(where)} holds no whole document (q_len equal to kv_len); measure one.")
     return profile
+
+
+def _check_collectives(profile: Profile, where: str) -> None:
+    for index, (operation, group_size, *_) in enumerate(profile.collectives):
+        who = f"collectives[{index}] of {_lower(where)}"
+        if operation not in COLLECTIVES:
+            raise ValueError(f"operation of {who} must be one of {', '.join(COLLECTIVES)}, but it is {operation!r}.")
+        if operation == "send_recv" and group_size != 2:
+            raise ValueError(
+                f"group_size of {who} must be 2, a rank that sends and one that receives, but it is {group_size}."
+            )
 
 
 def _parse_section(data: Mapping[str, Any], section: str, where: str) -> tuple[tuple[Any, ...], ...]:

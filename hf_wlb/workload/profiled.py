@@ -40,7 +40,7 @@ class ProfiledWorkload(WorkloadModel):
 
     Args:
         profile: a checked profile, from ``parse_profile``.
-        gradient_checkpointing: whether every layer's forward (not the head's) runs twice.
+        gradient_checkpointing: whether every layer's forward (not the head's, nor the embedding's) runs twice.
         micro_batch_tokens: tokens of a typical micro-batch; ``None`` takes the largest one measured.
 
     Raises:
@@ -66,17 +66,18 @@ class ProfiledWorkload(WorkloadModel):
     @cached_property
     def linear_seconds_per_token(self) -> float:
         """Forward plus backward of everything but attention, over the whole model; 0 where none was measured."""
-        measured = self.profile.linear or self.profile.head
+        ends = [samples for samples in (self.profile.head, self.profile.embedding) if samples]
+        measured = [self.profile.linear, *ends] if self.profile.linear else ends
         if not measured:
             return 0.0
-        at = np.array([self.micro_batch_tokens or measured[-1][0]], dtype=np.float64)
+        at = np.array([self.micro_batch_tokens or measured[0][-1][0]], dtype=np.float64)
         seconds = np.zeros(1)
         if self.profile.linear:
             layers = sum(count for count, _ in self.profile.layers)
             tokens, forward, backward = zip(*self.profile.linear, strict=True)
             seconds = layers * PowerCurve(tokens, self._layer_seconds(forward, backward))(at)
-        if self.profile.head:
-            tokens, forward, backward = zip(*self.profile.head, strict=True)
+        for samples in ends:
+            tokens, forward, backward = zip(*samples, strict=True)
             seconds = seconds + PowerCurve(tokens, [f + b for f, b in zip(forward, backward, strict=True)])(at)
         return float(seconds[0] / at[0])
 

@@ -136,16 +136,16 @@ def test_families_can_be_measured(name: str) -> None:
 
 
 def test_gradients_reach_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_wlb.profiling import stages
+    from hf_wlb.profiling import pieces
 
     models: list[torch.nn.Module] = []
-    original = stages.materialise
+    original = pieces.materialise
 
     def watching(model: Any, *args: Any, **kwargs: Any) -> None:
         original(model, *args, **kwargs)
         models.append(model)
 
-    monkeypatch.setattr(stages, "materialise", watching)
+    monkeypatch.setattr(pieces, "materialise", watching)
     measure(tiny(tie_word_embeddings=True), [30, 18])
     layer, before, after = (dict(model.named_parameters()) for model in models)
     assert all(parameter.grad is not None for name, parameter in layer.items() if ".layers." in name)

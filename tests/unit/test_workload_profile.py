@@ -99,6 +99,27 @@ def test_a_profile_of_attention_alone_prices_other_work_at_nothing():
     assert head.linear(1000) == pytest.approx(12.0)
 
 
+def test_the_embedding_is_linear_work_that_is_never_repeated():
+    profile = {**documents_only(), "embedding": [linear(1000, 1.0, 3.0)]}
+    without = ProfiledWorkload.from_dict(documents_only())
+    for repeated in (False, True):
+        options = {"gradient_checkpointing": repeated}
+        found = ProfiledWorkload.from_dict({**profile, **options}).linear(1000)
+        assert found - ProfiledWorkload.from_dict({**documents_only(), **options}).linear(1000) == pytest.approx(4.0)
+    assert ProfiledWorkload.from_dict({**profile, "linear": []}).linear(500) == pytest.approx(2.0)
+    # A profile that has none is what it was: no new key, hence the same fingerprint.
+    assert "embedding" not in without.to_dict()
+    again = ProfiledWorkload.from_dict(profile)
+    assert ProfiledWorkload.from_dict(again.to_dict()) == again != without
+
+
+def test_every_known_operation_is_read():
+    sizes = {"all_gather": 4, "all_reduce": 4, "key_value_exchange": 4, "reduce_scatter": 4, "send_recv": 2}
+    profile = {**documents_only(), "collectives": [collective(name, n, 100, 1.0) for name, n in sizes.items()]}
+    model = ProfiledWorkload.from_dict(profile)
+    assert all(model.collective_seconds(name, n, 100) == 1.0 for name, n in sizes.items())
+
+
 def test_the_exchange_is_its_own_samples_or_bare_collectives():
     profile = documents_only()
     profile["metadata"] = {**METADATA, "model": {"kv_width": 5}}  # 10 bytes a token
@@ -334,6 +355,12 @@ BAD_PROFILES = [
     (change("layers", 1, "window", "7"), r"window of layers\[1\] .* must be a whole number, but it is '7'"),
     (change("layers", 1, "window", None), r"each window once, but it holds \[None, None\]"),
     (change("collectives", 0, "operation", ""), "operation of collectives.* must be a text, but it is ''"),
+    (
+        change("collectives", 1, "operation", "broadcast"),
+        r"operation of collectives\[1\] .* must be one of all_gather",
+    ),
+    (change("collectives", [collective("send_recv", 4, 100, 1.0)]), r"group_size of collectives\[0\] .* must be 2"),
+    (change("embedding", [linear(0, 1.0, 1.0)]), r"tokens of embedding\[0\] .* must be at least 1, but it is 0"),
     (change("collectives", 0, "seconds", -1), "seconds of collectives.* must be above 0 seconds"),
     (change("gradient_checkpointing", 1), "gradient_checkpointing .* must be true or false, but it is 1"),
     (change("micro_batch_tokens", 0), "micro_batch_tokens .* must be at least 1, but it is 0"),

@@ -251,7 +251,7 @@ class WLBTrainingArguments(TrainingArguments):
     def _check_sharding(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "plan_pp_size"):
             size = getattr(self, name)
-            whole = size is None or (isinstance(size, int) and size >= 1)
+            whole = size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
             _require(whole, f"{name} must be a whole number of at least 1, got {size!r}.")
         _require(
             1 in (self.pp_size, self.plan_pp_size) or self.pp_size == self.plan_pp_size,

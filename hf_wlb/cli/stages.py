@@ -43,7 +43,7 @@ Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
 MicroBatches = Annotated[
     int | None, typer.Option(help="Micro-batches per step on one replica; default: four times --pp.", min=1)
 ]
-Layers = Annotated[str | None, typer.Option(help="An own cut to compare: layers of every stage, such as 9,8,8,7.")]
+Layers = Annotated[str | None, typer.Option(help="An own cut to compare: layers of every stage, such as 8,9,9,6.")]
 Hardware = Annotated[
     str | None, typer.Option(help=f"Count costs for {', '.join(HARDWARE_PRESETS)}; default: {_DEFAULT_HARDWARE}.")
 ]

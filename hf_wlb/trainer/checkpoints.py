@@ -145,6 +145,8 @@ class SplitCheckpoints(SplitModel):
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Also refuses, before the first step, what could not be saved later."""
+        if self._tied_ends is not None:
+            self._tied_ends.agree_on_training()
         found = super()._prepare_for_training(max_steps, *args, **kwargs)  # type: ignore[no-untyped-call]
         if self.mesh.pp_size > 1:
             verify_groups(self.optimizer, self._bare_model, self.layout)
@@ -183,8 +185,8 @@ class SplitCheckpoints(SplitModel):
             elif self._splits:
                 raise ValueError(
                     f"{checkpoint} holds {OPTIMIZER_NAME}, which a run whose parameters are split cannot read. Resume "
-                    f"it without fsdp and with tp_size=1, optim one of {', '.join(ELEMENTWISE_OPTIM_NAMES)}, and go on "
-                    "from the checkpoint that this writes."
+                    "it without fsdp and with pp_size=1 and tp_size=1, optim one of "
+                    f"{', '.join(ELEMENTWISE_OPTIM_NAMES)}, and go on from the checkpoint that this writes."
                 )
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
@@ -213,6 +215,8 @@ class SplitCheckpoints(SplitModel):
             return
         token_rank = self.mesh.dp_rank * self.mesh.cp_size + self.mesh.cp_rank
         text = f"{self.args.seed} {self.state.global_step} {token_rank}"
+        if self.mesh.pp_rank:
+            text += f" stage {self.mesh.pp_rank}"
         set_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"))
         if self.is_world_process_zero():
             logger.warning(

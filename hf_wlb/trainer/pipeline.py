@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ class PipelineTraining(Trainer):
     _tied_ends: TiedEnds | None = None
     _reduces_gradients: bool
     _collected: list[dict[str, Any]]
+    _stage_runs = False
 
     def _set_up_runner(self) -> None:
         """Once this process has its stage."""
@@ -45,6 +47,8 @@ class PipelineTraining(Trainer):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         self._collected, self.micro_batch_losses = [], []
+        if self.mesh.pp_rank:  # else layers in the same place of two stages would drop the same units
+            torch.manual_seed(stage_seed(self.args.seed, self.mesh.pp_rank))
         return found
 
     def get_batch_samples(
@@ -77,7 +81,8 @@ class PipelineTraining(Trainer):
             with self.compute_loss_context_manager():
                 if not self.mesh.is_last_stage:
                     return model(**given)
-                return super(PipelineTraining, self).compute_loss(model, given, num_items_in_batch=num_items_in_batch)
+                with self._on_a_stage():
+                    return self.compute_loss(model, given, num_items_in_batch=num_items_in_batch)
 
         def before_backward(last: bool) -> None:
             reduce_over_replicas(self.model, now=last)
@@ -95,7 +100,7 @@ class PipelineTraining(Trainer):
 
         Logits come along where they are asked for, and nothing else that a model may return.
         """
-        if self._runner is None:
+        if self._runner is None or self._stage_runs:
             return super().compute_loss(model, inputs, *args, **kwargs)
         wants_outputs = bool(kwargs.pop("return_outputs", args[0] if args else False))
 
@@ -126,6 +131,15 @@ class PipelineTraining(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     @contextlib.contextmanager
+    def _on_a_stage(self) -> Iterator[None]:
+        """Inside, ``compute_loss``, which a subclass may override, is that of the last stage alone."""
+        self._stage_runs = True
+        try:
+            yield
+        finally:
+            self._stage_runs = False
+
+    @contextlib.contextmanager
     def _other_type(self) -> Iterator[None]:
         if self._runner is None:
             yield
@@ -135,6 +149,15 @@ class PipelineTraining(Trainer):
             yield
         finally:
             self._runner.links.forget_type()
+
+
+def stage_seed(seed: int, stage: int) -> int:
+    """The seed of a stage behind the first, so that every stage draws random numbers of its own.
+
+    >>> stage_seed(0, 1) != stage_seed(0, 2)
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(f"{seed} stage {stage}".encode(), digest_size=4).digest(), "little")
 
 
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -19,6 +19,7 @@ from hf_wlb.parallel.checkpoint import all_names
 from hf_wlb.parallel.pipeline import (
     ModelParts,
     PipelineStage,
+    StandIn,
     TiedEnds,
     check_layers,
     check_pipeline,
@@ -87,8 +88,8 @@ def check_schedule(pp_size: int) -> None:
     """Refuses a pipeline where DeepSpeed, whose schedule it runs by, is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
-            f'pp_size={pp_size} needs DeepSpeed, for its pipeline schedule: pip install "hf_wlb[pipeline]". Or set '
-            "pp_size=1."
+            f'pp_size={pp_size} needs DeepSpeed, for its pipeline schedule: pip install "hf_wlb[pipeline]", or in a '
+            'checkout pip install -e ".[pipeline]". Or set pp_size=1.'
         )
 
 
@@ -156,6 +157,13 @@ class StagedModel(Trainer):
         """Whether the model's head is here, before it is split."""
         return self._layers_here is None or self.mesh.is_last_stage
 
+    def _check_uncut(self, model: PreTrainedModel) -> None:
+        if self._layers_here is None and any(isinstance(module, StandIn) for module in model.modules()):
+            raise ValueError(
+                f"this {type(model).__name__} is one stage of a pipeline: an earlier WLBTrainer has cut it. Load the "
+                "model anew for another one."
+            )
+
     def _check_stages(self, model: PreTrainedModel) -> None:
         """Refuses, before anything is split, what cannot be. Does not talk to other ranks."""
         check_schedule(self.mesh.pp_size)
@@ -184,6 +192,7 @@ class StagedModel(Trainer):
     def _join_ends(self) -> None:
         """Once parameters are what the optimizer will know. All processes must call this together."""
         assert self._parts is not None
+        self.stage.guard()
         self._reduces_gradients = not cast(WLBTrainingArguments, self.args).shard_parameters
         if self._parts.tied:
             self._tied_ends = TiedEnds(self.mesh, self.stage.model, dict(self._parts.tied))

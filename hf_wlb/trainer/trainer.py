@@ -177,6 +177,7 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
                 f"{name} adds a router loss (output_router_logits=True), a mean per micro-batch that changes with how "
                 "documents are packed. Set config.output_router_logits = False."
             )
+        self._check_uncut(self._causal_lm)
         layers = check_isolation(self._causal_lm, self._layers_here)
         if self._has_head:
             check_loss(self._causal_lm)
@@ -217,6 +218,7 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
         """Trainer's; what is made anew for training gets its loss anew."""
         model = super().call_model_init(trial)
         if not self._whole_model:
+            self._set_up_runner()
             self._set_up_loss(causal_lm_of(model))
         return model
 

@@ -71,7 +71,7 @@ def check_optimizer(optimizer: Any) -> None:
     >>> check_optimizer("adamw_torch_fused")
     >>> check_optimizer("adafactor")
     Traceback (most recent call last):
-    ValueError: the optimizer adafactor is not supported where parameters are split (fsdp, or tp_size above 1): ...
+    ValueError: the optimizer adafactor is not supported where parameters are split (fsdp, pp_size, tp_size): ...
     """
     if isinstance(optimizer, str):
         name, allowed = optimizer, optimizer in ELEMENTWISE_OPTIM_NAMES
@@ -80,7 +80,7 @@ def check_optimizer(optimizer: Any) -> None:
         name, allowed = kind.__name__, kind in _ELEMENTWISE
     if not allowed:
         raise ValueError(
-            f"the optimizer {name} is not supported where parameters are split (fsdp, or tp_size above 1): it looks at "
+            f"the optimizer {name} is not supported where parameters are split (fsdp, pp_size, tp_size): it looks at "
             "whole matrices, or keeps state of another shape than the parameters. Set optim to one of "
             f"{', '.join(ELEMENTWISE_OPTIM_NAMES)}, or pass optimizer_cls_and_kwargs with a class of torch.optim "
             "that treats every element by itself."

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hf_wlb.parallel.collectives import group_device
 from hf_wlb.parallel.mesh import ParallelMesh
 
 BUCKET_BYTES = 2**28
@@ -71,13 +72,15 @@ class TiedEnds:
         self._group = _ends_of(mesh)
         names = [] if self._group is None else [first if mesh.is_first_stage else last for last, first in tied.items()]
         self._shared = [model.get_parameter(name) for name in sorted(names)]
-        self._first = mesh.is_first_stage
 
-    def start_alike(self) -> None:
-        """The last stage takes the first one's values."""
-        for parameter in self._shared:
-            local = _local(parameter.detach())
-            dist.broadcast(local, group=self._group, group_src=0)
+    def agree_on_training(self) -> None:
+        """The last stage trains what the first one does; they must call this together, before an optimizer is made."""
+        if self._shared:
+            device = group_device(self._group)
+            trains = torch.tensor([parameter.requires_grad for parameter in self._shared], device=device)
+            dist.broadcast(trains, group=self._group, group_src=0)
+            for parameter, trained in zip(self._shared, trains.tolist(), strict=True):
+                parameter.requires_grad_(trained)
 
     def sum_gradients(self) -> None:
         """Both stages get the sum of their gradients; they must call this together, once a step."""

@@ -105,9 +105,9 @@ def _by_name(model: PreTrainedModel, layers: str, owners: dict[str, torch.nn.Mod
     unknown = [name for name, module in owners.items() if id(module) not in ends]
     if unknown:
         raise ValueError(
-            _refusal(
-                model, f"{', '.join(unknown)} have weights, and it is not known whether before or after the layers"
-            )
+            f"{type(model).__name__} cannot be cut into pipeline stages by names alone: {', '.join(unknown)} have "
+            "weights, and it is not known whether they are used before or after the layers. Give the model itself, "
+            "loaded with from_pretrained, or set pp_size=1."
         )
     before = [name for name, module in owners.items() if ends[id(module)] == 0]
     return before, [name for name, module in owners.items() if ends[id(module)] == 1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,12 @@ class Entry(StandIn):
     """In the place of the layer in front of a stage's own: hands on what was received, instead of what it is given."""
 
     received: torch.Tensor | None = None
+    guarded = False
 
     def forward(self, given: Any, *args: Any, **kwargs: Any) -> Any:
-        """What was received; outside of a pipeline, what was given."""
+        """What was received; outside of a pipeline, what was given, unless it is guarded."""
+        if self.received is None and self.guarded:
+            raise RuntimeError(_ALONE)
         return given if self.received is None else self.received
 
 
@@ -70,11 +74,21 @@ class Exit(StandIn):
     """In the place of the layer behind a stage's own: remembers what it is given."""
 
     taken: torch.Tensor | None = None
+    running = False
+    guarded = False
 
     def forward(self, given: Any, *args: Any, **kwargs: Any) -> Any:
         """What was given."""
+        if self.guarded and not self.running:
+            raise RuntimeError(_ALONE)
         self.taken = given
         return given
+
+
+_ALONE = (
+    "a stage of a pipeline was called by itself, and it has some of the model's layers only. Use the trainer's "
+    "evaluate() and predict(), or save the model and load it whole with from_pretrained."
+)
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,12 @@ class PipelineStage:
         """Whether it computes the loss."""
         return self.exit is None
 
+    def guard(self) -> None:
+        """From now on an error when the model is called otherwise than by ``run``."""
+        for end in (self.entry, self.exit):
+            if end is not None:
+                end.guarded = True
+
     def run(
         self, forward: Callable[[dict[str, Any]], Any], inputs: Mapping[str, Any], received: torch.Tensor | None
     ) -> Any:
@@ -125,6 +145,8 @@ class PipelineStage:
             given.pop("input_ids", None)
             given["inputs_embeds"] = received
             self.entry.received = received
+        if self.exit is not None:
+            self.exit.running = True
         try:
             output = forward(given)
             if self.exit is None:
@@ -134,7 +156,7 @@ class PipelineStage:
             if self.entry is not None:
                 self.entry.received = None
             if self.exit is not None:
-                self.exit.taken = None
+                self.exit.taken, self.exit.running = None, False
         if not isinstance(taken, torch.Tensor):
             raise RuntimeError(
                 f"{type(self.model).__name__} did not call its layer {self.layers.stop} in a forward pass, so the "
@@ -146,7 +168,7 @@ class PipelineStage:
 def cut_stage(model: PreTrainedModel, parts: ModelParts, layers: range) -> PipelineStage:
     """Leaves a model one stage's modules, in place; the others' parameters are let go of.
 
-    The model's ``generate`` then raises.
+    The model's ``generate`` then raises, and so does its ``save_pretrained`` without a state to save.
 
     Args:
         model: Whole, on any device, "meta" included.
@@ -155,6 +177,7 @@ def cut_stage(model: PreTrainedModel, parts: ModelParts, layers: range) -> Pipel
     """
     stage, _ = _cut(model, parts, layers)
     model.__dict__["generate"] = _no_generation
+    model.__dict__["save_pretrained"] = partial(_save_configuration, model)
     return stage
 
 
@@ -163,6 +186,16 @@ def _no_generation(*args: Any, **kwargs: Any) -> Any:
         "generate is not supported with pp_size above 1: this process has some of the model's layers only. Save the "
         "model, and load it whole with from_pretrained."
     )
+
+
+def _save_configuration(model: PreTrainedModel, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+    if state_dict is None:
+        raise RuntimeError(
+            "save_pretrained would write some of the model's layers only: with pp_size above 1 this process has no "
+            "more. Call the trainer's save_model() on all processes."
+        )
+    write: Any = type(model).save_pretrained
+    return write(model, *args, state_dict=state_dict, **kwargs)
 
 
 @contextlib.contextmanager

@@ -189,7 +189,9 @@ def test_what_cannot_be_measured_is_refused(lengths: Any, options: dict[str, Any
 
 def test_models_that_cannot_be_cut_are_refused() -> None:
     # Without weights it is not known where the learned positions belong.
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel cannot be split into pipeline stages: transformer\.wpe"):
+    with pytest.raises(
+        ValueError, match=r"GPT2LMHeadModel cannot be cut into pipeline stages by names alone: transformer\.wpe"
+    ):
         measure(config_of("gpt2"), [9])
 
 

@@ -11,7 +11,19 @@ import torch.distributed as dist
 
 from hf_wlb import WLBTrainer
 from tests.numerics.test_families import ACCEPTED, build
-from tests.support.equivalence import MICRO_BATCHES, RUN, Outcome, Steps, check, outcome, prepared, replicas, rows, run
+from tests.support.equivalence import (
+    MICRO_BATCHES,
+    RUN,
+    Outcome,
+    Steps,
+    check,
+    metrics,
+    outcome,
+    prepared,
+    replicas,
+    rows,
+    run,
+)
 from tests.support.spawn import run_distributed
 from tests.support.tolerances import EVALUATION, NEGATIVE_CONTROL_FACTOR, SPLITS, SPLITS_MEAN
 from tests.support.training import trainer_of
@@ -47,12 +59,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
 SPLIT_EXTRAS = ("tp2", "fsdp2")
 #: Splits that evaluate, predict and generate before they train.
 SPLIT_FIRST = ("dp2", "cp2", "tp2", "fsdp2")
-
-
-def metrics(prediction: Any) -> dict[str, float]:
-    valid = prediction.label_ids[:, 1:] != -100
-    right = (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]) & valid
-    return {"targets": float(valid.sum()), "right": float(right.sum())}
 
 
 def without_training(folder: str, dp_size: int, options: dict[str, Any]) -> dict[str, Any]:

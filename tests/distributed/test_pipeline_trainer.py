@@ -10,7 +10,19 @@ import torch
 
 from hf_wlb.trainer import pipeline
 from tests.numerics.test_families import ACCEPTED, Family, build
-from tests.support.equivalence import MICRO_BATCHES, RUN, Outcome, Steps, check, outcome, prepared, replicas, rows, run
+from tests.support.equivalence import (
+    MICRO_BATCHES,
+    RUN,
+    Outcome,
+    Steps,
+    check,
+    metrics,
+    outcome,
+    prepared,
+    replicas,
+    rows,
+    run,
+)
 from tests.support.spawn import run_distributed
 from tests.support.tolerances import EVALUATION, NEGATIVE_CONTROL_FACTOR, PIPELINES
 from tests.support.training import trainer_of
@@ -113,12 +125,6 @@ def source(kind: str, folder: str) -> Any:
     if kind == "configuration":
         return config
     return str(Path(folder) / "weights")
-
-
-def metrics(prediction: Any) -> dict[str, float]:
-    valid = prediction.label_ids[:, 1:] != -100
-    right = (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]) & valid
-    return {"targets": float(valid.sum()), "right": float(right.sum())}
 
 
 def evaluation(folder: str, options: dict[str, Any]) -> dict[str, Any]:

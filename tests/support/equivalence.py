@@ -121,6 +121,12 @@ def outcome(steps: Steps) -> Outcome:
     return Outcome(steps.losses, norms, steps.whole_gradients, steps.parameters, documents)
 
 
+def metrics(prediction: Any) -> dict[str, float]:
+    valid = prediction.label_ids[:, 1:] != -100
+    right = (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]) & valid
+    return {"targets": float(valid.sum()), "right": float(right.sum())}
+
+
 def check(found: Outcome, expected: Outcome, what: str, tolerance: float = SPLITS) -> None:
     errors = found.differences(expected)
     worst = max(errors, key=errors.__getitem__)

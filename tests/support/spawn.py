@@ -35,6 +35,7 @@ _SECONDS_TO_START = 240.0  # for all ranks to import torch and the function, and
 _PRELOADED = ["torch", "transformers.trainer", "accelerate", "datasets", "hf_wlb.trainer", "hf_wlb.parallel.checkpoint"]
 _SECONDS_TO_LEAVE = 10.0  # for a rank to end once its value is here; after that it is killed
 _SECONDS_TO_DUMP = 1.0  # for a hanging rank to write where it stands
+_SECONDS_TO_DIE = 1.0  # for a dead rank's pipe to end, once another has failed: perhaps for its death
 
 
 class RankError(RuntimeError):
@@ -54,7 +55,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     Arguments and values travel by pickle, tensors as copies.
 
     Raises:
-        RankError: a rank raised or died; of several, the first.
+        RankError: a rank raised or died; of several, one that died without a word, else the first.
         TimeoutError: not all ranks had returned `timeout_s` seconds after the last of them had started; says
             which and where each stood. Also if they had not all started after four minutes.
         ValueError: `world_size` below 1, or `fn` or `args` cannot be pickled.
@@ -101,6 +102,20 @@ class _Report:
     at_s: float
     value: bytes | None
     error: str | None
+    died: bool = False  # it sent nothing: this is what the parent says in its place
+
+
+@dataclass(frozen=True, order=True)
+class _Failure:
+    """One rank's failure; the least of several is the cause, the others are mostly its victims.
+
+    A rank that died says so only by the end of its pipe, often after those that talked to it have complained.
+    """
+
+    spoke: bool
+    at_s: float
+    rank: int
+    error: str
 
 
 def _free_port() -> int:
@@ -179,35 +194,39 @@ def _get_ready(job: bytes, rank: int, world_size: int, meeting: str, timeout_s: 
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
-    """Wait for every rank's report; raise on the first failure, or when the time is up."""
+    """Wait for every rank's report; raise when one fails, or when the time is up."""
     waiting = {rank.pipe: rank for rank in ranks}
     starting = {rank.rank for rank in ranks}
     values: dict[int, Any] = {}
+    failures: list[_Failure] = []
     limit_s = _SECONDS_TO_START
     deadline = time.monotonic() + limit_s
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
+            if failures:
+                break
             late = [rank for rank in waiting.values() if not starting or rank.rank in starting]
             raise TimeoutError(_hanging(late, len(ranks), "started" if starting else "returned", limit_s))
-        failures: list[tuple[float, RankError]] = []
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting[pipe]
             report = _receive(rank)
             if isinstance(report, str):
                 starting.remove(rank.rank)
-                if not starting:  # now the function's own time begins
+                if not starting and not failures:  # now the function's own time begins
                     limit_s, deadline = timeout_s, time.monotonic() + timeout_s
                 continue
             del waiting[pipe]
             if report.error is not None:
-                text = f"Rank {rank.rank} of {len(ranks)} failed:\n{report.error}"
-                failures.append((report.at_s, RankError(rank.rank, text)))
+                if not failures:
+                    deadline = time.monotonic() + _SECONDS_TO_DIE
+                failures.append(_Failure(not report.died, report.at_s, rank.rank, report.error))
             elif report.value is not None:
                 values[rank.rank] = pickle.loads(report.value)
-        if failures:  # the earliest is the cause; the others are mostly its victims
-            raise min(failures, key=lambda failure: failure[0])[1]
+    if failures:
+        cause = min(failures)
+        raise RankError(cause.rank, f"Rank {cause.rank} of {len(ranks)} failed:\n{cause.error}")
     return [values[rank.rank] for rank in ranks]
 
 
@@ -217,7 +236,7 @@ def _receive(rank: _Rank) -> _Report | str:
     except (EOFError, OSError):
         rank.process.join(_SECONDS_TO_LEAVE)
         error = f"it ended with exit code {rank.process.exitcode} before it returned a value or raised.\n"
-        return _Report(time.monotonic(), None, error)
+        return _Report(time.monotonic(), None, error, died=True)
     assert isinstance(report, _Report | str)
     return report
 

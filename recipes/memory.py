@@ -12,8 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: CUDA, NCCL and kernels, and gaps between blocks of memory.
-OVERHEAD_GB = 6.0
+from hf_wlb.simulator.memory import (
+    STATE_BYTES,
+    MemoryUse,
+    activation_bytes,
+    exchanged_bytes,
+    layer_token_bytes,
+    working_weight_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -91,17 +97,23 @@ def estimate(
     """
     longest = capacity * context_length
     own = longest / cp_size
-    layer = (16 + 4 / tp_size) * shape.hidden + (8 * shape.ffn + 4 * shape.keys) / tp_size  # bytes a token
-    kept = (2 * shape.hidden * shape.layers + layer) if recomputation else layer * shape.layers
-    gathered = shape.layer_parameters + shape.vocabulary_parameters
-    exchanged = 0.0 if cp_size == 1 else 12 * shape.keys / tp_size * longest
+    kept = [layer_token_bytes(shape.hidden, shape.ffn, shape.keys, tp_size)] * shape.layers
+    use = MemoryUse(
+        states=STATE_BYTES * shape.parameters / (shards * tp_size),
+        gathered=working_weight_bytes(
+            shape.layer_parameters + shape.vocabulary_parameters, tp_size, sharded=shards > 1
+        ),
+        activations=activation_bytes(shape.hidden, kept, own, own, recomputation=recomputation),
+        exchange=0.0 if cp_size == 1 else exchanged_bytes(shape.keys, tp_size, longest),
+    )
     parts = {
-        "weights, gradients, AdamW": 16 * shape.parameters / (shards * tp_size),
-        "gathered weights and gradients": 10 * gathered / tp_size if shards > 1 else 2 * gathered / tp_size,
-        "activations": own * kept,
-        "exchanged keys and values": exchanged,
+        "weights, gradients, AdamW": use.states,
+        "gathered weights and gradients": use.gathered,
+        "activations": use.activations,
+        "exchanged keys and values": use.exchange,
+        "CUDA, NCCL, gaps": use.overhead,
     }
-    return {**{name: size / 1e9 for name, size in parts.items()}, "CUDA, NCCL, gaps": OVERHEAD_GB}
+    return {name: size / 1e9 for name, size in parts.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,7 +4,7 @@
     python recipes/benchmarks/end_to_end.py --lengths FILE --pp_size 2 --cp_size 2 --kernel flash-attn-4
     python recipes/benchmarks/end_to_end.py --quick --use-cpu                               # tiny, 2 processes
     python recipes/benchmarks/end_to_end.py --show                                          # tables of the results
-    python recipes/benchmarks/end_to_end.py --write-readme                                  # renews README.md's tables
+    python recipes/benchmarks/end_to_end.py --write-readme                                  # renews docs/results.md
 
 GPU time is short, so every packer's long stream of steps is planned on the CPU, over the same documents, and a random
 sample of steps behind its beginning is run. All variants take turns in one launch, with one model, after a warm-up
@@ -30,11 +30,12 @@ from typing import Any
 import end_to_end_report as show
 from end_to_end_cases import QUICK, VARIANTS, Settings, chosen_variants
 from packing_report import environment
+from readme_table import RESULTS_PAGE
 
 from hf_wlb.lengths import sample_lengths
+from hf_wlb.simulator.measured import complete_lines
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
 RUN = HERE / "end_to_end_run.py"
 RESULTS = HERE / "results" / "end_to_end.jsonl"
 FILES = ("lengths", "profile")  # of which settings and results hold the name only
@@ -63,7 +64,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE", help="lines of JSON (default: results/end_to_end.jsonl)")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="a timeline of every launch goes there")
     parser.add_argument("--show", action="store_true", help="only show what the results hold")
-    parser.add_argument("--write-readme", action="store_true", help="only renew README.md's tables")
+    parser.add_argument("--write-readme", action="store_true", help="only renew the tables of docs/results.md")
     options = parser.parse_args(given)
     if min(options.rounds, options.warmups, options.processes or 1) < 1:
         parser.error("--rounds, --warmups and --processes must be at least 1")
@@ -145,8 +146,8 @@ def job_of(options: argparse.Namespace, folder: Path) -> Job:
     output = options.output or (folder / "results.jsonl" if options.quick else RESULTS)
     output.parent.mkdir(parents=True, exist_ok=True)
     before = output.read_text(encoding="utf-8") if output.is_file() else ""
-    if show.complete_lines(before) != before:
-        output.write_text(show.complete_lines(before), encoding="utf-8")
+    if complete_lines(before) != before:
+        output.write_text(complete_lines(before), encoding="utf-8")
     lengths = options.lengths
     if lengths is None:
         lengths = folder / "lengths.json"
@@ -199,10 +200,9 @@ def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     try:
         if options.write_readme:
-            readme = REPOSITORY / "README.md"
             launches = show.read_launches((options.output or RESULTS).read_text(encoding="utf-8"))
-            text = show.with_table(readme.read_text(encoding="utf-8"), show.readme_table(launches))
-            readme.write_text(text, encoding="utf-8")
+            text = show.with_table(RESULTS_PAGE.read_text(encoding="utf-8"), show.results_tables(launches))
+            RESULTS_PAGE.write_text(text, encoding="utf-8")
             return 0
         if options.show:
             print_results(options.output or RESULTS, options.pictures)

@@ -13,7 +13,8 @@ import numpy as np
 from hf_wlb.lengths import IntArray
 from hf_wlb.packing import ArraySource, PackingConfig, StepPlan, StepPlanner, length_stream
 from hf_wlb.packing.types import MicroBatch
-from hf_wlb.sharding import Sharder, ShardingConfig, ShardPlan
+from hf_wlb.sharding import Sharder
+from hf_wlb.simulator import systems
 from hf_wlb.staging import pipeline_seconds
 from hf_wlb.workload import WorkloadModel
 
@@ -183,23 +184,9 @@ def chosen_variants(cp_size: int, names: Sequence[str] = ()) -> tuple[list[Varia
     return list(first.values()), same
 
 
-class StaticChoice(Sharder):
-    """Per-sequence or per-document sharding, whichever is predicted to be faster: the paper's adaptive sharding."""
-
-    def __init__(self, cp_size: int, workload: WorkloadModel) -> None:
-        super().__init__(ShardingConfig(cp_size, "per_document"), workload)
-        self._both = [Sharder(ShardingConfig(cp_size, name), workload) for name in ("per_sequence", "per_document")]
-
-    def plan(self, lengths: Any) -> ShardPlan:
-        """The faster of the two plans."""
-        return min((sharder.plan(lengths) for sharder in self._both), key=lambda plan: plan.slowest)
-
-
 def sharder_of(variant: Variant, cp_size: int, workload: WorkloadModel) -> Sharder:
     """Shares a variant's micro-batches out."""
-    if variant.sharding == STATIC:
-        return StaticChoice(cp_size, workload)
-    return Sharder(ShardingConfig(cp_size, variant.sharding), workload)  # type: ignore[arg-type]
+    return systems.sharder_of(variant.sharding, cp_size, workload)
 
 
 @dataclass(frozen=True)

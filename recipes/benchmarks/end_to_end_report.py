@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,10 @@ from end_to_end_cases import BASELINE, CUT, FIXED, VARIANTS, WLB, K
 from numpy.typing import NDArray
 from readme_table import between_marks
 
+from hf_wlb.simulator.measured import FEWEST_STEPS, read_rounds, resampled
 from hf_wlb.staging.simulation import slot
 
 BEGIN, END = "<!-- end-to-end-table:begin -->", "<!-- end-to-end-table:end -->"
-RESAMPLES = 2000
 USUAL_MICRO_BATCHES = 8
 KERNELS = {"flash-attn-2": "fa2", "flash-attn-4": "fa4"}
 #: What others are compared with: the better one of these.
@@ -33,6 +32,8 @@ COLUMNS = {
     "seconds": "of a step, all ranks beginning together, to the end of the slowest: micro-batches to the device, "
     "forward, backward, clipping, optimizer; micro-batches are collated before",
     "predicted": "the step's time by the cost model that it was planned with, in that model's unit",
+    "workload": "of a launch: the cost model that its steps were planned and shared out by",
+    "micro_batch_lengths": "of the documents, replica by replica, micro-batch by micro-batch, in layout order",
     "spans": "begin and end of every forward and backward, rank by rank, seconds from the step's beginning, in the "
     "order in which 1F1B runs them",
     "plan_seconds, shard_seconds": "time that one rank took to pack the step, and to plan its shards",
@@ -86,35 +87,13 @@ class Launch:
         return f"{sizes or 'dp'}_{settings['context_length'] / K:g}k_{kernel}{more}"
 
 
-def complete_lines(text: str) -> str:
-    r"""Without a last line that was broken off.
-
-    >>> complete_lines('{"a": 1}\n{"b"')
-    '{"a": 1}\n'
-    """
-    return text[: text.rfind("\n") + 1]
-
-
 def read_launches(text: str) -> list[Launch]:
     """Reads the lines of a results file; steps of rounds that are not complete are left out.
 
     Raises:
         ValueError: If a step's launch has no line before it.
     """
-    about: dict[str, Mapping[str, Any]] = {}
-    steps: dict[str, dict[int, dict[str, Mapping[str, Any]]]] = {}
-    for line in complete_lines(text).splitlines():
-        row = json.loads(line)
-        if row["kind"] == "launch":
-            about[row["launch"]], steps[row["launch"]] = row, {}
-        elif row["launch"] not in about:
-            raise ValueError(f"A step of launch {row['launch']} comes before the launch itself: the file is damaged.")
-        elif row["round"] >= 0:  # the others are the warm-up
-            steps[row["launch"]].setdefault(row["round"], {})[row["variant"]] = row
-    return [
-        Launch(found, [rows for _, rows in sorted(steps[name].items()) if rows.keys() == found["streams"].keys()])
-        for name, found in about.items()
-    ]
+    return [Launch(about, rounds) for about, rounds in read_rounds(text)]
 
 
 def rounds_done(launches: Iterable[Launch], settings: Mapping[str, Any]) -> int:
@@ -129,12 +108,6 @@ def rounds_done(launches: Iterable[Launch], settings: Mapping[str, Any]) -> int:
 
 
 # ---- estimates ----
-
-
-def resampled(rounds: int) -> NDArray[np.int64]:
-    """Rounds drawn with replacement, ``[RESAMPLES + 1, rounds]``; the first row is all of them as they are."""
-    drawn = np.random.default_rng(0).integers(0, max(rounds, 1), size=(RESAMPLES, rounds))
-    return np.concatenate([np.arange(rounds)[None], drawn])
 
 
 def estimate(values: Figures) -> tuple[float, list[float] | None]:
@@ -154,7 +127,7 @@ def speeds(launch: Launch, variant: str) -> tuple[Figures, Figures]:
     stream, devices = launch.about["streams"][variant], launch.about["devices"]
     sampled = tokens / seconds / devices
     whole = stream["pass_tokens"] / (seconds / predicted * stream["pass_predicted"]) / devices
-    if len(launch.rounds) < 3:
+    if len(launch.rounds) < FEWEST_STEPS:
         sampled[1:] = whole[1:] = np.nan
     return sampled, whole
 
@@ -346,8 +319,8 @@ def paper_lines(launches: Mapping[str, Launch], figures: Mapping[str, Mapping[st
     return lines
 
 
-def readme_table(launches: Sequence[Launch]) -> str:
-    """README.md's tables and what they say.
+def results_tables(launches: Sequence[Launch]) -> str:
+    """The tables of docs/results.md and what they say.
 
     Raises:
         ValueError: If there is no launch with a whole round.
@@ -372,6 +345,6 @@ def readme_table(launches: Sequence[Launch]) -> str:
     return "\n".join([*lines, *paper_lines(best, figures)])
 
 
-def with_table(readme: str, table: str) -> str:
-    """README's text with another table."""
-    return between_marks(readme, table, BEGIN, END)
+def with_table(page: str, table: str) -> str:
+    """The text of docs/results.md with other tables."""
+    return between_marks(page, table, BEGIN, END)

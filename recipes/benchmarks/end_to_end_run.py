@@ -191,7 +191,7 @@ class Recorder(TrainerCallback):
             "documents": len(lengths),
             "longest": max(lengths),
             "flops": self._flops.documents(lengths),
-            "micro_batch_tokens": [[m.tokens for m in replica] for replica in plan.replicas],
+            "micro_batch_lengths": [[lengths_of(m) for m in replica] for replica in plan.replicas],
             "plan_seconds": turn.step.plan_seconds,
             "shard_seconds": max(row[4] for row in rows),
             "peak_gib": [round(row[3], 3) for row in rows],
@@ -289,7 +289,9 @@ def model_config(settings: Settings) -> Any:
     return config
 
 
-def launch_line(job: Job, trainer: WLBTrainer, found: Sequence[Stream], same: Mapping[str, str]) -> dict[str, Any]:
+def launch_line(
+    job: Job, trainer: WLBTrainer, workload: WorkloadModel, found: Sequence[Stream], same: Mapping[str, str]
+) -> dict[str, Any]:
     """What the results keep of a launch."""
     device = trainer.args.device
     return {
@@ -306,6 +308,7 @@ def launch_line(job: Job, trainer: WLBTrainer, found: Sequence[Stream], same: Ma
         "versions": library_versions(),
         "first_round": job.first_round,
         "same_as": dict(same),
+        "workload": workload.to_dict(),
         "streams": {stream.variant.name: stream.figures() for stream in found},
         **job.about,
     }
@@ -333,7 +336,7 @@ def main() -> None:
         args=args,
         workload=workload,
     )
-    recorder.write(launch_line(job, trainer, found, same))
+    recorder.write(launch_line(job, trainer, workload, found, same))
     trainer.train()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from hf_wlb.presets import MODEL_PRESETS
+from hf_wlb.simulator.cluster import CLUSTERS
+from hf_wlb.simulator.measured import read_measured
+from hf_wlb.simulator.validation import check_launch, step_model
 from tests.support.source_tree import REPOSITORY
 from tests.support.training import arguments
 
@@ -59,7 +62,8 @@ def check_steps(steps: list[dict[str, Any]], spans: int) -> None:
     entropy = math.log(MODEL_PRESETS["tiny"].vocab_size)
     for step in steps:
         assert step["loss"] == pytest.approx(entropy, rel=0.05)  # of random tokens and random weights
-        assert step["tokens"] == sum(map(sum, step["micro_batch_tokens"]))
+        lengths = [length for replica in step["micro_batch_lengths"] for row in replica for length in row]
+        assert (step["tokens"], step["documents"], step["longest"]) == (sum(lengths), len(lengths), max(lengths))
         assert len(step["spans"]) == 2
         for moments in step["spans"]:
             assert len(moments) == spans and moments == sorted(moments)
@@ -83,6 +87,18 @@ def test_a_pipeline_s_figures_and_picture_are_there(pipeline: tuple[str, Path, P
     label = "pp2_0.5k_reference_m4"
     assert result[f"speedup_{label}"] > 0 and 0 < result["planning_share"] < 1
     assert (folder / f"end_to_end_{label}.png").stat().st_size > 5_000
+
+
+def test_the_simulator_predicts_what_is_written(pipeline: tuple[str, Path, Path], shards: tuple[str, Path]) -> None:
+    for file, split, steps in ((pipeline[1], "TP1 CP1 PP2 DP1", 2), (shards[1], "TP1 CP2 PP1 DP1", 1)):
+        rows = [row for row in rows_of(file)[1] if row["round"] >= 0]
+        launches = read_measured(file.read_text())
+        assert [launch.split.label for launch in launches] == [split] * steps
+        for launch in launches:
+            check = check_launch(launch, step_model(launch, CLUSTERS["h100"]))
+            for variant in check.variants:
+                assert variant.measured in [row["seconds"] for row in rows if row["variant"] == variant.name]
+                assert 0 < variant.predicted < variant.measured  # on an H100
 
 
 def test_context_parallel_ranks_share_micro_batches_as_their_variant_says(shards: tuple[str, Path]) -> None:

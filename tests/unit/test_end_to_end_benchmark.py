@@ -287,15 +287,15 @@ def test_the_result_line_has_the_names_that_are_asked_for(modules, report) -> No
     }
 
 
-def test_the_readme_table_names_what_is_the_same(report, launched) -> None:
-    table = report.readme_table([launched])
+def test_the_tables_name_what_is_the_same(report, launched) -> None:
+    table = report.results_tables([launched])
     assert "| adaptive alone (= plain-4d) | 125 | 83 | 48 |" in table
     assert "| wlb | 250 | 250 | 16 | 3.000 | 2.000 | 1.500 | - |" in table
     assert "| pp2_128k_fa2_m2 | wlb | 3.000 | 1.33 |" in table
     marked = f"a\n{report.BEGIN}\nold\n{report.END}\nb\n"
     assert "old" not in report.with_table(marked, table) and table in report.with_table(marked, table)
     with pytest.raises(ValueError, match="no launch with a whole round"):
-        report.readme_table([])
+        report.results_tables([])
 
 
 def test_a_timeline_is_drawn(modules, launched, tmp_path) -> None:

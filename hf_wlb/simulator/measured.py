@@ -1,0 +1,219 @@
+"""Measured training steps to compare simulated ones with: what a results file of the end-to-end benchmark holds.
+
+``recipes/benchmarks/end_to_end.py`` writes a line of JSON for every launch and one for every step it ran, with the
+lengths of all documents and the cost model that the launch went by. So its steps can be shared out again as they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_wlb.packing import Document, MicroBatch, StepPlan
+from hf_wlb.simulator.paper import shape_of
+from hf_wlb.simulator.split import Split
+from hf_wlb.simulator.systems import System
+from hf_wlb.staging import StageLayout
+from hf_wlb.workload import WorkloadModel, load_workload
+
+RESAMPLES = 2000
+FEWEST_STEPS = 3
+"""Fewer steps have no interval."""
+
+Line = Mapping[str, Any]
+Rounds = Sequence[Mapping[str, Line]]
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that was run.
+
+    Attributes:
+        plan: Its documents, replica by replica and micro-batch by micro-batch, as they were run.
+        seconds: From all ranks' common beginning to the end of the slowest one, optimizer included.
+        modelled: Its time by the cost model that it was planned by, in that model's unit.
+    """
+
+    plan: StepPlan
+    seconds: float
+    modelled: float
+
+
+@dataclass(frozen=True)
+class MeasuredVariant:
+    """A variant of the benchmark in one launch.
+
+    Attributes:
+        system: Its name, packer and sharding.
+        steps: One a round, a sample of its stream.
+        stream_tokens: Of the whole stream, the same documents for all variants.
+        stream_modelled: Time of the whole stream by the cost model.
+    """
+
+    system: System
+    steps: tuple[MeasuredStep, ...]
+    stream_tokens: int
+    stream_modelled: float
+
+    def stream_speed(self, seconds: Sequence[float]) -> float:
+        """Tokens per second of the whole stream, all GPUs together, if the sampled steps take so long.
+
+        As the benchmark reports it: the cost model says how the sample compares with the stream, so that the luck of
+        the draw, which steps were sampled, mostly cancels.
+
+        Args:
+            seconds: Of every step, ``[steps]``.
+        """
+        return float(self._speeds(np.asarray(seconds), np.arange(len(self.steps))[None])[0])
+
+    @property
+    def speed_interval(self) -> tuple[float, float] | None:
+        """95% interval of the measured ``stream_speed``, by resampling steps; None for under ``FEWEST_STEPS``."""
+        if len(self.steps) < FEWEST_STEPS:
+            return None
+        measured = np.array([step.seconds for step in self.steps])
+        low, high = np.percentile(self._speeds(measured, resampled(len(self.steps))[1:]), (2.5, 97.5))
+        return float(low), float(high)
+
+    def _speeds(self, seconds: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        modelled = np.array([step.modelled for step in self.steps])
+        scale = seconds[rows].sum(axis=1) / modelled[rows].sum(axis=1)
+        speeds: NDArray[np.float64] = self.stream_tokens / (scale * self.stream_modelled)
+        return speeds
+
+
+@dataclass(frozen=True)
+class MeasuredLaunch:
+    """A launch of the end-to-end benchmark.
+
+    Attributes:
+        name: When it began, as its lines say.
+        kernel: Of attention.
+        config: The model's shape, with the attributes of a Transformers config.
+        split: Over which GPUs it ran.
+        layout: Layers of every stage; None without a pipeline.
+        gradient_checkpointing: Whether layers' forwards ran twice.
+        compiled: Whether layers were compiled.
+        context_length: Tokens of a micro-batch on average.
+        workload: The cost model that steps were planned and shared out by.
+        variants: What was run.
+    """
+
+    name: str
+    kernel: str
+    config: Any
+    split: Split
+    layout: StageLayout | None
+    gradient_checkpointing: bool
+    compiled: bool
+    context_length: int
+    workload: WorkloadModel
+    variants: tuple[MeasuredVariant, ...]
+
+    @classmethod
+    def of(cls, about: Line, rounds: Rounds) -> MeasuredLaunch:
+        """From the lines of a results file, as ``read_rounds`` gives them.
+
+        Raises:
+            ValueError: If the lines do not hold documents or cost model, or the model is no preset.
+        """
+        settings, name = about["settings"], about["launch"]
+        if "workload" not in about or any("micro_batch_lengths" not in row for rows in rounds for row in rows.values()):
+            raise ValueError(
+                f"Launch {name} cannot be predicted: its lines lack workload or micro_batch_lengths, so an older "
+                "version of the benchmark wrote them. Run recipes/benchmarks/end_to_end.py again."
+            )
+        shape, pp_size = shape_of(settings["model"]), settings["pp_size"]
+        shape.num_hidden_layers = settings["layers"] or shape.num_hidden_layers
+        layers = about["stage_layers"]
+        return cls(
+            name=name,
+            kernel=about["kernel"],
+            config=shape,
+            split=Split(settings["tp_size"], settings["cp_size"], pp_size, about["replicas"]),
+            layout=StageLayout.from_sizes(layers, shape.num_hidden_layers, pp_size) if pp_size > 1 else None,
+            gradient_checkpointing=settings["recompute"],
+            compiled=settings["compiled"],
+            context_length=settings["context_length"],
+            workload=load_workload(about["workload"]),
+            variants=tuple(
+                MeasuredVariant(
+                    System(variant, stream["packer"], stream["sharding"]),
+                    tuple(_step(rows[variant]) for rows in rounds),
+                    stream["pass_tokens"],
+                    stream["pass_predicted"],
+                )
+                for variant, stream in about["streams"].items()
+            ),
+        )
+
+    @property
+    def label(self) -> str:
+        """What was run, in words."""
+        return f"{self.split.label}, {self.context_length // 1024}K, {self.kernel}, launch {self.name}"
+
+
+def read_measured(text: str) -> list[MeasuredLaunch]:
+    """The launches of a results file that have a complete round.
+
+    Raises:
+        ValueError: See ``read_rounds`` and ``MeasuredLaunch.of``.
+    """
+    return [MeasuredLaunch.of(about, rounds) for about, rounds in read_rounds(text) if rounds]
+
+
+def read_rounds(text: str) -> list[tuple[Line, Rounds]]:
+    """The lines of a results file: of every launch its own, and its rounds, in which every variant ran a step.
+
+    The warm-up, rounds that are not complete and a last line that was broken off are left out.
+
+    Raises:
+        ValueError: If a step's launch has no line before it.
+    """
+    about: dict[str, Line] = {}
+    steps: dict[str, dict[int, dict[str, Line]]] = {}
+    for line in complete_lines(text).splitlines():
+        row = json.loads(line)
+        if row["kind"] == "launch":
+            about[row["launch"]], steps[row["launch"]] = row, {}
+        elif row["launch"] not in about:
+            raise ValueError(f"A step of launch {row['launch']} comes before the launch itself: the file is damaged.")
+        elif row["round"] >= 0:  # the others are the warm-up
+            steps[row["launch"]].setdefault(row["round"], {})[row["variant"]] = row
+    return [
+        (found, [rows for _, rows in sorted(steps[name].items()) if rows.keys() == found["streams"].keys()])
+        for name, found in about.items()
+    ]
+
+
+def complete_lines(text: str) -> str:
+    r"""Without a last line that was broken off.
+
+    >>> complete_lines('{"a": 1}\n{"b"')
+    '{"a": 1}\n'
+    """
+    return text[: text.rfind("\n") + 1]
+
+
+def resampled(rounds: int) -> NDArray[np.int64]:
+    """Rounds drawn with replacement, ``[RESAMPLES + 1, rounds]``; the first row is all of them as they are."""
+    drawn = np.random.default_rng(0).integers(0, max(rounds, 1), size=(RESAMPLES, rounds))
+    return np.concatenate([np.arange(rounds)[None], drawn])
+
+
+def _step(row: Line) -> MeasuredStep:
+    """Documents in their order of layout, and times."""
+    step = row["step"]
+    replicas = tuple(
+        tuple(
+            MicroBatch(tuple(Document(0, 0, length, 0.0, step) for length in lengths), sum(lengths), 0.0)
+            for lengths in micro_batches
+        )
+        for micro_batches in row["micro_batch_lengths"]
+    )
+    return MeasuredStep(StepPlan(step, replicas), row["seconds"], row["predicted"])

@@ -8,6 +8,7 @@ from hf_wlb.packing.step_time import StepTimeModel
 from hf_wlb.packing.tuning import length_stream, tune
 from hf_wlb.packing.tuning_result import TuningPoint, TuningResult
 from hf_wlb.packing.types import Document, MicroBatch, StepPlan
+from hf_wlb.packing.watching import WatchedStep, tokens_by_wait, watch
 
 __all__ = [
     "PACKER_NAMES",
@@ -25,8 +26,11 @@ __all__ = [
     "StepTimeModel",
     "TuningPoint",
     "TuningResult",
+    "WatchedStep",
     "length_stream",
     "make_packer",
     "measure",
+    "tokens_by_wait",
     "tune",
+    "watch",
 ]

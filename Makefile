@@ -10,6 +10,8 @@ EXTRA ?= test
 PYTEST_ARGS ?=
 # Test files that run at the same time, on a core each (those of several processes share theirs)
 WORKERS ?= 2
+# Passed on by notebooks: make notebooks NOTEBOOK_ARGS=--write
+NOTEBOOK_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,12 +19,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One stamp per torch asked for, so that another TORCH reinstalls it
 TORCH_STAMP := $(VENV)/.installed-torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-SOURCES := hf_wlb tests recipes
+SOURCES := hf_wlb tests recipes docs notebooks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test test-many test-fast lint typecheck format benchmark clean
+.PHONY: help install demo test test-many test-fast lint typecheck format docs notebooks benchmark clean
 
 help: ## Say what there is
 	@echo "make TARGET, one of:"
@@ -54,11 +56,19 @@ format: $(VENV)/.installed-dev ## Sort imports, mend what ruff can mend, format
 	$(BIN)/ruff check --fix $(wildcard $(SOURCES))
 	$(BIN)/ruff format $(wildcard $(SOURCES))
 
+# Without --quiet, under which MkDocs counts no warnings and --strict lets everything pass.
+docs: $(VENV)/.installed-docs ## Build the documentation's site into site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html; to search in it: $(BIN)/python -m http.server --directory site"
+
+notebooks: $(VENV)/.installed-notebooks ## Execute the notebooks; a result that is not the stored one is an error
+	$(TEST_ENVIRONMENT) $(BIN)/python notebooks/run.py $(NOTEBOOK_ARGS)
+
 benchmark: $(VENV)/.installed-base ## Compare the packers on the reference lengths
 	$(BIN)/python recipes/benchmarks/packing.py
 
 clean: ## Remove caches, builds and the demo's results; to start afresh, remove .venv too
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/demo
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/demo
 	find $(wildcard $(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:

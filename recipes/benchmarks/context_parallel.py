@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import context_parallel_report as show
 from context_parallel_cases import Draws
 from packing_report import environment
+from readme_table import README, RESULTS_PAGE
 from rich.console import Console
 
 from hf_wlb.lengths import load_lengths
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from context_parallel_parts import Parts
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
 RESULTS = HERE / "results" / "context_parallel.json"
 SCHEMA = "hf_wlb.context_parallel_benchmark/1"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -61,7 +61,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="where results go (default: results/, whole runs only)"
     )
-    parser.add_argument("--write-readme", action="store_true", help="only renew README.md's table from the results")
+    parser.add_argument("--write-readme", action="store_true", help="only renew the Markdown tables from the results")
     options = parser.parse_args(given)
     options.choices = options.choices or (12 if options.quick else 40)
     if options.lengths is None and not options.write_readme:
@@ -158,10 +158,12 @@ def print_tables(results: dict[str, Any]) -> None:
 
 
 def write_readme(results_file: Path) -> None:
-    """Renews README.md's table."""
-    readme = REPOSITORY / "README.md"
+    """Renews the tables of README.md and docs/results.md."""
     results = json.loads(results_file.read_text(encoding="utf-8"))
-    readme.write_text(show.with_table(readme.read_text(encoding="utf-8"), show.readme_table(results)), encoding="utf-8")
+    page = show.with_table(RESULTS_PAGE.read_text(encoding="utf-8"), show.results_tables(results))
+    readme = show.with_summary(README.read_text(encoding="utf-8"), show.readme_table(results))
+    RESULTS_PAGE.write_text(page, encoding="utf-8")
+    README.write_text(readme, encoding="utf-8")
 
 
 def main(given: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""How the context-parallel benchmark is shown: rows, tables, the table in README.md, the RESULT line. No torch."""
+"""How the context-parallel benchmark is shown: rows, tables, Markdown, the RESULT line. No torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from rich.table import Table
 from hf_wlb.sharding import ShardPlan
 
 BEGIN, END = "<!-- context-parallel-table:begin -->", "<!-- context-parallel-table:end -->"
+SUMMARY_BEGIN, SUMMARY_END = "<!-- context-parallel-summary:begin -->", "<!-- context-parallel-summary:end -->"
 IDEAL = "ideal"
 TIE_TOLERANCE = 0.01
 MOST_ERROR_RATIO = 1.5
@@ -268,13 +269,13 @@ def error_line(kv_heads: str, found: Mapping[str, Any]) -> str:
     return f"{kv_heads} KV heads, error of the plain kernel: {plain}; times it ({ratios})"
 
 
-# ---- README.md ----
+# ---- docs/results.md and README.md ----
 
 _SHOWN = (PER_SEQUENCE, PER_DOCUMENT, PLACED, ADAPTIVE)
 
 
-def readme_table(results: Mapping[str, Any]) -> str:
-    """The Markdown between the two marks of README.md, from the results file alone."""
+def results_tables(results: Mapping[str, Any]) -> str:
+    """The Markdown between the two marks of docs/results.md, from the results file alone."""
     settings, environment, result = results["settings"], results["environment"], results["result"]
     lines = [
         f"Attention forward + backward of one layer with all collectives, {settings['cp_size']} x "
@@ -291,6 +292,36 @@ def readme_table(results: Mapping[str, Any]) -> str:
         lines += [_markdown_row(kv_heads, row) for row in part["cases"]]
     lines += ["", *_sentences(results, result), "", _footnote(environment)]
     return "\n".join(lines)
+
+
+def readme_table(results: Mapping[str, Any]) -> str:
+    """The Markdown between the two marks of README.md: means over the micro-batches of a kind."""
+    settings, environment, result = results["settings"], results["environment"], results["result"]
+    lines = [
+        f"Attention forward + backward of one layer with all collectives, {settings['cp_size']} x "
+        f"{environment['device']}, kernel `{settings['kernel']}`, {settings['heads']} query heads of size "
+        f"{settings['head_size']}, {settings['dtype']}. The bound, 100%, is one GPU's time for the whole micro-batch, "
+        f"over {settings['cp_size']}; shares of it, geometric means over micro-batches of 64K and 128K tokens.",
+        "",
+        "| KV heads | documents | micro-batches | per sequence | per document | placed | adaptive | adaptive, least |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    kinds = {"short": f"all under {LONG // K}K", "long": "longer ones, too"}
+    for kv_heads, part in results["kv_heads"].items():
+        for kind, words in kinds.items():
+            rows = [row for row in part["cases"] if row["kind"] == kind]
+            shares = {label: [row["strategies"][label]["share"] for row in rows] for label in _SHOWN}
+            cells = [f"{np.exp(np.mean(np.log(found))):.0%}" for found in shares.values()]
+            lines.append(f"| {kv_heads} | {words} | {len(rows)} | {' | '.join(cells)} | {min(shares[ADAPTIVE]):.0%} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Over all of them adaptive is {result['speedup_over_per_sequence']:.2f}x as fast as per sequence and "
+            f"{result['speedup_over_per_document']:.2f}x as fast as per document, and never more than "
+            f"{result['regret_max']:.1%} behind the best fixed strategy. {environment['date']}.",
+        ]
+    )
 
 
 def _markdown_row(kv_heads: str, row: Mapping[str, Any]) -> str:
@@ -331,6 +362,11 @@ def _footnote(environment: Mapping[str, Any]) -> str:
     )
 
 
-def with_table(readme: str, table: str) -> str:
-    """README's text with this benchmark's table replaced; see ``between_marks``."""
-    return between_marks(readme, table, BEGIN, END)
+def with_table(page: str, table: str) -> str:
+    """The text of docs/results.md with this benchmark's table replaced; see ``between_marks``."""
+    return between_marks(page, table, BEGIN, END)
+
+
+def with_summary(readme: str, table: str) -> str:
+    """README's text with this benchmark's short table replaced."""
+    return between_marks(readme, table, SUMMARY_BEGIN, SUMMARY_END, "README.md")

@@ -26,6 +26,7 @@ from typing import Any
 
 import packing_cases as cases
 import packing_report as show
+from readme_table import README, RESULTS_PAGE
 from rich.console import Console
 
 from hf_wlb.analysis import CaseResult, PackerCase, bar_label, run_case
@@ -64,7 +65,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--output", type=Path, metavar="FOLDER", help="where results go (default: results/ beside this)"
     )
     parser.add_argument(
-        "--write-readme", action="store_true", help="only renew README.md's table and the pictures from the results"
+        "--write-readme",
+        action="store_true",
+        help="only renew the tables of README.md and docs/results.md and the pictures from the results",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampler and of passes after the first")
     parser.add_argument("--workers", type=int, default=2, help="processes for what is not timed")
@@ -257,10 +260,12 @@ def frontier(points: list[dict[str, Any]], x: str) -> list[tuple[float, float, s
 
 
 def write_readme(results_file: Path) -> None:
-    """Renews README.md's table and the pictures."""
-    readme = REPOSITORY / "README.md"
+    """Renews the tables of README.md and docs/results.md and the pictures."""
     results = json.loads(results_file.read_text(encoding="utf-8"))
-    readme.write_text(show.with_table(readme.read_text(encoding="utf-8"), show.readme_table(results)), encoding="utf-8")
+    page = show.with_table(RESULTS_PAGE.read_text(encoding="utf-8"), show.results_tables(results))
+    readme = show.with_summary(README.read_text(encoding="utf-8"), show.readme_table(results))
+    RESULTS_PAGE.write_text(page, encoding="utf-8")
+    README.write_text(readme, encoding="utf-8")
     draw(results, results_file.parent)
 
 

@@ -1,4 +1,4 @@
-"""How the packing benchmark is shown: rows, Rich tables, pictures, the table in README.md, the RESULT line."""
+"""How the packing benchmark is shown: rows, Rich tables, pictures, the tables in Markdown, the RESULT line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ import hf_wlb
 from hf_wlb.analysis import CaseResult
 
 BEGIN, END = "<!-- packing-table:begin -->", "<!-- packing-table:end -->"
+SUMMARY_BEGIN, SUMMARY_END = "<!-- packing-summary:begin -->", "<!-- packing-summary:end -->"
 
-#: Column -> what it is; the same words in the JSON file, on the terminal and in README.md.
+#: The packers that matter most, where not all are shown.
+_SHOWN = ("concat-and-cut", "next-fit", "wlb, 2 queues", "steady")
+
+#: Column -> what it is; the same words in the JSON file, on the terminal and in docs/results.md.
 COLUMNS = {
     "imbalance": "heaviest micro-batch over the mean one (max W x M / sum W), mean over the regular steps, those "
     "before the data ended",
@@ -139,8 +143,8 @@ def rich_table(title: str, table_rows: list[dict[str, Any]], paper: bool) -> Tab
     return table
 
 
-def readme_table(results: dict[str, Any]) -> str:
-    """The Markdown between the two marks of README.md, from the results file alone."""
+def results_tables(results: dict[str, Any]) -> str:
+    """The Markdown between the two marks of docs/results.md, from the results file alone."""
     name = results["result"]["lengths"]
     source = results["sources"][name]
     lines = [
@@ -179,15 +183,56 @@ def readme_table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, *scale, "", _footnote(results, source)])
 
 
+def readme_table(results: dict[str, Any]) -> str:
+    """The Markdown between the two marks of README.md: the packers that matter most, and steady on other lengths."""
+    sources = results["sources"]
+    source = sources[results["result"]["lengths"]]
+    lines = [
+        f"Modelled step time on `{results['result']['lengths']}` (context {CONTEXT:,}, 4 micro-batches, 4 pipeline "
+        f"stages, attention = linear work at {CROSSOVER:,} tokens); all packers train the same "
+        f"{source['documents']:,} documents. The bound is perfect balance, 1.000.",
+        "",
+        "| packer | imbalance in the paper | imbalance | mean delay, steps | token variation | time over the bound "
+        "| speedup over next-fit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in source["table"]:
+        if r["packer"] in (*_SHOWN, "greedy, 1 global batch"):
+            known = "" if PAPER.get(r["packer"]) is None else f"{PAPER[r['packer']].imbalance:.2f}"
+            lines.append(
+                f"| {r['packer']} | {known} | {r['imbalance']:.3f} | {r['delay']:.2f} | {r['token_variation']:.3f} "
+                f"| {_time(r)} | {_speedup(r)} |"
+            )
+    lines += [
+        "",
+        "Time over the bound on other lengths and with more micro-batches (4 replicas of 16):",
+        "",
+        "| lengths | micro-batches | next-fit | wlb, 2 queues | steady | steady over next-fit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in sources:
+        for count, table in ((4, sources[name]["table"]), (64, sources[name]["large"])):
+            found = {r["packer"]: r for r in table}
+            cells = [_time(found[packer]) for packer in ("next-fit", "wlb, 2 queues", "steady")]
+            lines.append(f"| {name} | {count} | {' | '.join(cells)} | {_speedup(found['steady'])} |")
+    environment = results["environment"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{_flattered(source)} {environment['cpu']}, {environment['date']}; `{environment['command']}`.",
+        ]
+    )
+
+
 def _other_rows(name: str, source: dict[str, Any]) -> list[str]:
     """The packers that matter most, on another source of lengths."""
-    shown = ("concat-and-cut", "next-fit", "wlb, 2 queues", "steady")
     return [
         f"| {name} | {count} | {r['packer']} | {r['imbalance']:.3f} | {_delay(r)} | {_waiting(r)} "
         f"| {r['token_variation']:.3f} | {_time(r)} | {_speedup(r)} |"
         for count, table in ((4, source["table"]), (64, source["large"]))
         for r in table
-        if r["packer"] in shown
+        if r["packer"] in _SHOWN
     ]
 
 
@@ -206,16 +251,20 @@ def _large_heading(source: dict[str, Any]) -> str:
     )
 
 
-def _footnote(results: dict[str, Any], source: dict[str, Any]) -> str:
+def _flattered(source: dict[str, Any]) -> str:
     cut = next(r for r in source["table"] if r["packer"] == "concat-and-cut")
+    share = f"{cut['work_share']:.1%}"
+    return f"Concat-and-cut does only {share} of the work, because it cuts documents: its time flatters it."
+
+
+def _footnote(results: dict[str, Any], source: dict[str, Any]) -> str:
     thresholds = "; ".join(", ".join(f"{t // 1024}K" for t in levels) for levels in QUEUES.values())
     environment = results["environment"]
     return (
         "Imbalance, delay, waiting and variation are of the regular steps, before the data end. *Time over perfect* is "
         "the modelled time of all documents, flush included, over that of perfect balance. "
-        f"Concat-and-cut does only {cut['work_share']:.1%} of the work, because it cuts documents: its time flatters "
-        "it. `*`: the solver, and greedy for comparison, on a few windows only, so without totals; the solver has a "
-        "time limit, and where it finds nothing better greedy's plan stands. "
+        f"{_flattered(source)} `*`: the solver, and greedy for comparison, on a few windows only, so without totals; "
+        "the solver has a time limit, and where it finds nothing better greedy's plan stands. "
         f"wlb: S_max {WLB_S_MAX / CONTEXT:g}x, thresholds {thresholds}; steady: S_max 1.25x, default settings. "
         "Packing ms: mean processor time of one decision (of a whole window where there is one). "
         f"{environment['cpu']}, {environment['date']}; `{environment['command']}`."
@@ -251,9 +300,14 @@ def _speedup(r: dict[str, Any]) -> str:
     return "" if r["speedup"] is None else f"{r['speedup']:.2f}x"
 
 
-def with_table(readme: str, table: str) -> str:
-    """README's text with this benchmark's table replaced; see ``between_marks``."""
-    return between_marks(readme, table, BEGIN, END)
+def with_table(page: str, table: str) -> str:
+    """The text of docs/results.md with this benchmark's tables replaced; see ``between_marks``."""
+    return between_marks(page, table, BEGIN, END)
+
+
+def with_summary(readme: str, table: str) -> str:
+    """README's text with this benchmark's short tables replaced."""
+    return between_marks(readme, table, SUMMARY_BEGIN, SUMMARY_END, "README.md")
 
 
 def result_line(name: str, table: list[dict[str, Any]], large: list[dict[str, Any]]) -> dict[str, Any]:

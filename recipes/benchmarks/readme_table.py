@@ -1,15 +1,20 @@
-"""The generated tables in README.md."""
+"""The generated tables in README.md and docs/results.md."""
 
 from __future__ import annotations
 
+from pathlib import Path
 
-def between_marks(readme: str, table: str, begin: str, end: str) -> str:
-    """README's text with what stands between two marks replaced.
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+README, RESULTS_PAGE = REPOSITORY / "README.md", REPOSITORY / "docs" / "results.md"
+
+
+def between_marks(text: str, table: str, begin: str, end: str, file: str = "docs/results.md") -> str:
+    """The text of a file with what stands between two marks replaced.
 
     Raises:
         ValueError: The marks are missing.
     """
-    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
-        raise ValueError(f"README.md has no place for the table: put the lines {begin} and {end} where it should go")
-    head, rest = readme.split(begin)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"{file} has no place for the table: put the lines {begin} and {end} where it should go")
+    head, rest = text.split(begin)
     return f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}"

@@ -3,7 +3,7 @@
     python recipes/benchmarks/trainer.py                     # on 4 GPUs, about 15 minutes
     python recipes/benchmarks/trainer.py --only cp4 "dp2 x cp2" pp4 "pp2 x cp2" "pp2 x tp2"    # pipelines, with losses
     python recipes/benchmarks/trainer.py --quick --use-cpu   # tiny, a few minutes on 2 cores; writes nothing
-    python recipes/benchmarks/trainer.py --write-readme      # renews README.md's table from the results
+    python recipes/benchmarks/trainer.py --write-readme      # renews docs/results.md from the results
 
 Every split is a run of ``recipes/llama_long_context.py`` itself, started with torchrun, on the same documents of random
 tokens; steps and micro-batches are the same in all of them. The last line printed is ``RESULT`` and JSON.
@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 import trainer_report as show
+from readme_table import RESULTS_PAGE
 from trainer_cases import CASES, QUICK, SETTINGS, Case, Settings
 
 from hf_wlb.lengths import IntArray, load_lengths, sample_lengths
 
 HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
 RUN, OVERHEAD = HERE / "trainer_run.py", HERE / "trainer_overhead.py"
 SCHEMA = "hf_wlb.trainer_benchmark/1"
 LIMIT_S = 400.0  # for one run
@@ -47,7 +47,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--use-cpu", action="store_true", help="on the CPU, without any figures to be quoted")
     parser.add_argument("--commit", default="", help="that is measured, for the results")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "trainer.json", metavar="FILE")
-    parser.add_argument("--write-readme", action="store_true", help="only renew README.md's table")
+    parser.add_argument("--write-readme", action="store_true", help="only renew the table of docs/results.md")
     return parser.parse_args(given)
 
 
@@ -158,10 +158,9 @@ def main(given: list[str] | None = None) -> int:
     """Runs the benchmark; 1 if a run failed."""
     options = arguments(given)
     if options.write_readme:
-        readme = REPOSITORY / "README.md"
         results = json.loads(options.output.read_text(encoding="utf-8"))
-        text = show.with_table(readme.read_text(encoding="utf-8"), show.readme_table(results))
-        readme.write_text(text, encoding="utf-8")
+        text = show.with_table(RESULTS_PAGE.read_text(encoding="utf-8"), show.results_table(results))
+        RESULTS_PAGE.write_text(text, encoding="utf-8")
         return 0
     results = benchmark(options)
     print("RESULT", json.dumps(results["result"]), flush=True)

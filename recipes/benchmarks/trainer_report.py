@@ -1,4 +1,4 @@
-"""How the trainer's benchmark is shown: a line a run, the RESULT line, README.md's table. No torch."""
+"""How the trainer's benchmark is shown: a line a run, the RESULT line, the table of docs/results.md. No torch."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def run_line(name: str, run: Mapping[str, Any], warmups: int) -> str:
     )
 
 
-def readme_table(results: Mapping[str, Any]) -> str:
-    """README.md's table and what it says."""
+def results_table(results: Mapping[str, Any]) -> str:
+    """The table of docs/results.md and what it says."""
     settings, about = results["settings"], results["environment"]
     machine, warmups = about["machine"], settings["warmups"]
     lines = [
@@ -146,6 +146,6 @@ def readme_table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, table: str) -> str:
-    """README's text with another table."""
-    return between_marks(readme, table, BEGIN, END)
+def with_table(page: str, table: str) -> str:
+    """The text of docs/results.md with another table."""
+    return between_marks(page, table, BEGIN, END)

@@ -30,7 +30,7 @@ def test_two_processes_have_the_losses_of_one() -> None:
     assert [loss for loss, _ in shared] == pytest.approx([loss for loss, _ in alone], abs=3e-5)
 
 
-def test_the_readme_names_it() -> None:
-    text = (REPOSITORY / "README.md").read_text()
+def test_the_guide_names_it() -> None:
+    text = (REPOSITORY / "docs" / "parallelism.md").read_text(encoding="utf-8")
     assert "torchrun --nproc_per_node 2 recipes/context_parallel_loop.py --cp_size 2" in text
     assert (Path(REPOSITORY) / "recipes" / "context_parallel_loop.py").is_file()

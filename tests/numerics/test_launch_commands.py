@@ -1,4 +1,4 @@
-"""Launch files as accelerate reads them, and the commands of README and docs/launching.md as their programs do."""
+"""Launch files as accelerate reads them, and the commands of README and docs/ as their programs do."""
 
 import re
 import shlex
@@ -9,21 +9,27 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from torch.distributed.run import get_args_parser
 
+from tests.support.pages import blocks, pages, read_page
 from tests.support.recipes import load_recipe
 from tests.support.source_tree import REPOSITORY
 
 
 def commands_of(file: str) -> list[str]:
     """Lines of its shell blocks, comments aside; those that end in a backslash go on in the next."""
-    text = (REPOSITORY / file).read_text(encoding="utf-8").replace("\\\n", "")
-    lines = [line for block in re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
+    lines = [line for block in blocks(read_page(file), "sh") for line in block.replace("\\\n", "").splitlines()]
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
 
 COMMANDS = commands_of("docs/launching.md")
-#: The README's that start a recipe with sizes of one's own.
-README_COMMANDS = [line for line in commands_of("README.md") if re.match(r"torchrun .* recipes/llama_long_", line)]
-PARSED = [*COMMANDS, *README_COMMANDS]
+#: Those of README and the other pages that start a recipe with sizes of one's own.
+OTHER_COMMANDS = [
+    line
+    for page in pages()
+    if page != "docs/launching.md"
+    for line in commands_of(page)
+    if re.match(r"torchrun .* recipes/llama_long_", line)
+]
+PARSED = [*COMMANDS, *OTHER_COMMANDS]
 LAUNCH = "recipes/launch"
 
 
@@ -108,8 +114,8 @@ def test_the_guide_has_commands_for_every_launch_and_recipe() -> None:
         assert name in text
 
 
-def test_the_readme_has_commands_for_every_kind_of_parallelism() -> None:
-    text = "\n".join(README_COMMANDS)
-    assert len(README_COMMANDS) >= 4
+def test_the_pages_have_commands_for_every_kind_of_parallelism() -> None:
+    text = "\n".join(OTHER_COMMANDS)
+    assert len(OTHER_COMMANDS) >= 4
     for name in ("--cp_size", "--tp_size", "--pp_size", "--system"):
         assert name in text

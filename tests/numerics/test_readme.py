@@ -1,4 +1,4 @@
-"""The README's Python examples run as they stand, each on its own."""
+"""The Python examples of README.md and of the pages in docs/ run as they stand, each on its own."""
 
 import re
 from pathlib import Path
@@ -7,10 +7,12 @@ from typing import Any
 import datasets
 import pytest
 
-from tests.support.source_tree import REPOSITORY
+from tests.support.pages import blocks, pages, read_page
 
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-SETUP, EXAMPLES = BLOCKS[0], BLOCKS[1:]
+#: What the examples share is the first one of the guide.
+GUIDE = "docs/using.md"
+SETUP = blocks(read_page(GUIDE), "python")[0]
+EXAMPLES = [block for page in pages() for block in blocks(read_page(page), "python") if block != SETUP]
 
 
 def title(block: str) -> str:
@@ -21,13 +23,13 @@ def title(block: str) -> str:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the README's first block defines, from that block itself."""
+    """What the guide's first block defines, from that block itself."""
     names: dict[str, Any] = {}
     exec(SETUP, names)
     return names
 
 
-def test_the_readme_has_an_example_of_every_way_in() -> None:
+def test_there_is_an_example_of_every_way_in() -> None:
     text = "\n".join(EXAMPLES)
     for name in ("WLBTrainer(", "SFTTrainer(", "Accelerator()", "WLBDataLoader(", "pack_dataset(", "WLBDataCollator()"):
         assert name in text

@@ -160,21 +160,26 @@ def test_the_committed_results_are_small_and_name_no_machine() -> None:
         assert picture.stat().st_size < 150_000, picture.name
 
 
-def test_readme_shows_the_committed_results(report) -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    assert report.with_table(readme, report.readme_table(json.loads(RESULTS.read_text()))) == readme
+def test_the_pages_show_the_committed_results(report) -> None:
+    results = json.loads(RESULTS.read_text())
+    page, readme = (REPOSITORY / "docs" / "results.md").read_text(), (REPOSITORY / "README.md").read_text()
+    assert report.with_table(page, report.results_tables(results)) == page
+    assert report.with_summary(readme, report.readme_table(results)) == readme
 
 
 def test_control_a_changed_result_is_noticed(report) -> None:
     results = json.loads(RESULTS.read_text())
-    before = report.readme_table(results)
+    before = [made(results) for made in (report.results_tables, report.readme_table)]
     results["sources"][results["result"]["lengths"]]["table"][1]["imbalance"] += 0.01
-    assert report.readme_table(results) != before
+    after = [made(results) for made in (report.results_tables, report.readme_table)]
+    assert all(new != old for new, old in zip(after, before, strict=True))
 
 
-def test_a_readme_without_marks_is_one_sentence(report) -> None:
-    with pytest.raises(ValueError, match=r"README.md has no place for the table"):
+def test_a_page_without_marks_is_one_sentence(report) -> None:
+    with pytest.raises(ValueError, match=r"docs/results.md has no place for the table"):
         report.with_table("# Title\n", "table")
+    with pytest.raises(ValueError, match=r"README.md has no place for the table"):
+        report.with_summary("# Title\n", "table")
 
 
 @pytest.mark.parametrize(

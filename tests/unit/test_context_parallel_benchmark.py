@@ -211,25 +211,32 @@ def test_a_cut_run_still_has_a_line(report, results) -> None:
 
 
 def test_the_table_is_made_of_the_results_alone(report, results) -> None:
-    table = report.readme_table(json.loads(json.dumps(results)))
+    table, short = (made(json.loads(json.dumps(results))) for made in (report.results_tables, report.readme_table))
     assert table.count("\n| 8 | ") == table.count("\n| 32 | ") == 14
     results["kv_heads"]["32"]["cases"][3]["strategies"]["adaptive"]["ms"] += 0.1
-    assert report.readme_table(results) != table
+    assert report.results_tables(results) != table
+    for row in results["kv_heads"]["32"]["cases"]:
+        row["strategies"]["adaptive"]["share"] += 0.1
+    assert report.readme_table(results) != short
 
 
-def test_readme_shows_the_committed_results(report) -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    assert report.with_table(readme, report.readme_table(json.loads(RESULTS.read_text()))) == readme
+def test_the_pages_show_the_committed_results(report) -> None:
+    results = json.loads(RESULTS.read_text())
+    page, readme = (REPOSITORY / "docs" / "results.md").read_text(), (REPOSITORY / "README.md").read_text()
+    assert report.with_table(page, report.results_tables(results)) == page
+    assert report.with_summary(readme, report.readme_table(results)) == readme
     text = RESULTS.read_text()
     assert len(text) < 500_000 and "/home/" not in text and "/work" not in text and "hostname" not in text
     assert json.loads(text)["complete"]
 
 
 def test_the_table_goes_between_its_marks(report) -> None:
-    readme = f"# Title\n{report.BEGIN}\nold\n{report.END}\nrest\n"
-    assert report.with_table(readme, "new") == f"# Title\n{report.BEGIN}\nnew\n{report.END}\nrest\n"
-    with pytest.raises(ValueError, match=r"README.md has no place for the table"):
+    page = f"# Title\n{report.BEGIN}\nold\n{report.END}\nrest\n"
+    assert report.with_table(page, "new") == f"# Title\n{report.BEGIN}\nnew\n{report.END}\nrest\n"
+    with pytest.raises(ValueError, match=r"docs/results.md has no place for the table"):
         report.with_table("# Title\n", "new")
+    with pytest.raises(ValueError, match=r"README.md has no place for the table"):
+        report.with_summary("# Title\n", "new")
 
 
 @pytest.mark.parametrize(("ratio", "code"), [(1.0, 0), (1.5, 0), (1.51, 1), (math.nan, 1)])

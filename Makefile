@@ -37,7 +37,7 @@ demo: $(VENV)/.installed-base ## Train a tiny Llama on real text, a few minutes 
 		recipes/llama_long_context.py --output_dir runs/demo
 
 test: $(VENV)/.installed-test ## Run all tests that this machine can run
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 25 --durations-min 5 $(PYTEST_ARGS)
 
 test-many: $(VENV)/.installed-test ## Run the tests of 8 and 16 processes: some minutes, 10 GB of memory
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m many_ranks tests/distributed/test_many_ranks.py $(PYTEST_ARGS)

@@ -15,14 +15,17 @@ from hf_wlb.simulator.cluster import (
 from hf_wlb.simulator.costs import MicroBatchCost, StepModel
 from hf_wlb.simulator.end_of_step import EndOfStep
 from hf_wlb.simulator.memory import MemoryUse, stage_memory
+from hf_wlb.simulator.schedules import SCHEDULES, ScheduleConfig
 from hf_wlb.simulator.split import Split
 from hf_wlb.simulator.step import StepResult, StepSimulator, simulate_step
 from hf_wlb.simulator.stream import PlanCache, StreamResult, documents_for, simulate_stream
 from hf_wlb.simulator.systems import SHARDINGS, SYSTEMS, System, sharder_of
+from hf_wlb.simulator.timeline import Timeline, run_schedule, to_trace
 
 __all__ = [
     "ASSUMED",
     "CLUSTERS",
+    "SCHEDULES",
     "SHARDINGS",
     "SYSTEMS",
     "Cluster",
@@ -32,20 +35,24 @@ __all__ = [
     "MemoryUse",
     "MicroBatchCost",
     "PlanCache",
+    "ScheduleConfig",
     "Split",
     "StepModel",
     "StepResult",
     "StepSimulator",
     "StreamResult",
     "System",
+    "Timeline",
     "all_gather_seconds",
     "all_reduce_seconds",
     "changed",
     "documents_for",
     "reduce_scatter_seconds",
+    "run_schedule",
     "send_seconds",
     "sharder_of",
     "simulate_step",
     "simulate_stream",
     "stage_memory",
+    "to_trace",
 ]

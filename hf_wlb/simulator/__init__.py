@@ -15,6 +15,8 @@ from hf_wlb.simulator.cluster import (
 from hf_wlb.simulator.costs import MicroBatchCost, StepModel
 from hf_wlb.simulator.end_of_step import EndOfStep
 from hf_wlb.simulator.memory import MemoryUse, stage_memory
+from hf_wlb.simulator.plan_result import PlanResult
+from hf_wlb.simulator.planner import search
 from hf_wlb.simulator.schedules import SCHEDULES, ScheduleConfig
 from hf_wlb.simulator.split import Split
 from hf_wlb.simulator.step import StepResult, StepSimulator, simulate_step
@@ -35,6 +37,7 @@ __all__ = [
     "MemoryUse",
     "MicroBatchCost",
     "PlanCache",
+    "PlanResult",
     "ScheduleConfig",
     "Split",
     "StepModel",
@@ -49,6 +52,7 @@ __all__ = [
     "documents_for",
     "reduce_scatter_seconds",
     "run_schedule",
+    "search",
     "send_seconds",
     "sharder_of",
     "simulate_step",

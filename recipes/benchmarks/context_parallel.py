@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import context_parallel_report as show
 from context_parallel_cases import Draws
-from packing_report import environment
 from readme_table import README, RESULTS_PAGE
 from rich.console import Console
 
+from hf_wlb.analysis.environment import environment
 from hf_wlb.lengths import load_lengths
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from typing import Any
 
 import end_to_end_report as show
 from end_to_end_cases import QUICK, VARIANTS, Settings, chosen_variants
-from packing_report import environment
 from readme_table import RESULTS_PAGE
 
+from hf_wlb.analysis.environment import environment
 from hf_wlb.lengths import sample_lengths
 from hf_wlb.simulator.measured import complete_lines
 

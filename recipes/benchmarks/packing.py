@@ -30,6 +30,7 @@ from readme_table import README, RESULTS_PAGE
 from rich.console import Console
 
 from hf_wlb.analysis import CaseResult, PackerCase, bar_label, run_case
+from hf_wlb.analysis.environment import environment
 from hf_wlb.lengths import IntArray, load_lengths, sample_lengths
 
 HERE = Path(__file__).resolve().parent
@@ -197,7 +198,7 @@ def run_scale(options: argparse.Namespace) -> dict[str, Any]:
 def scale(options: argparse.Namespace) -> dict[str, Any]:
     """The section of the results file."""
     with stage(f"{options.scale_documents:,} lengths"):
-        return {"environment": show.environment(command(), options.seed), **run_scale(options)}
+        return {"environment": environment(command(), options.seed), **run_scale(options)}
 
 
 def command() -> str:
@@ -291,7 +292,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     results = {
         "schema": SCHEMA,
         "columns": show.COLUMNS,
-        "environment": show.environment(command(), options.seed),
+        "environment": environment(command(), options.seed),
         "sources": collected,
         "result": show.result_line(first, collected[first]["table"], collected[first]["large"]),
     }

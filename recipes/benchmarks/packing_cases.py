@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +30,6 @@ SOLVER = {1: (12, 5.0), 2: (6, 10.0), 4: (3, 15.0)}
 #: The same for lengths other than the first.
 SHORT_SOLVER = {1: (6, 5.0)}
 QUICK_SOLVER = {1: (2, 1.0)}
-
-
-@dataclass(frozen=True)
-class PaperRow:
-    """A row of the paper's Table 2 (7B, 128K): imbalance degree and packing overhead in milliseconds."""
-
-    imbalance: float
-    overhead_ms: str
-
-
-PAPER = {
-    "concat-and-cut": PaperRow(1.44, "0"),
-    "next-fit": PaperRow(1.44, "0"),
-    "greedy, 1 global batch": PaperRow(1.41, "4-5"),
-    "greedy, 2 global batches": PaperRow(1.22, "4-5"),
-    "greedy, 4 global batches": PaperRow(1.11, "4-5"),
-    "greedy, 8 global batches": PaperRow(1.08, "4-5"),
-    "solver, 1 global batch": PaperRow(1.40, "467"),
-    "solver, 2 global batches": PaperRow(1.18, "1,488"),
-    "solver, 4 global batches": PaperRow(1.09, "25,313"),
-    "wlb, 1 queue": PaperRow(1.24, "8"),
-    "wlb, 2 queues": PaperRow(1.05, "20"),
-    "wlb, 3 queues": PaperRow(1.05, "23"),
-}
 
 
 def table_cases() -> list[PackerCase]:

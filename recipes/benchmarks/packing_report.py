@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import numpy
-import scipy
-from packing_cases import CONTEXT, CROSSOVER, PAPER, QUEUES, WLB_S_MAX
+from packing_cases import CONTEXT, CROSSOVER, QUEUES, WLB_S_MAX
 from readme_table import between_marks
 from rich.table import Table
 
-import hf_wlb
 from hf_wlb.analysis import CaseResult
+from hf_wlb.simulator.paper import TABLE_2
 
 BEGIN, END = "<!-- packing-table:begin -->", "<!-- packing-table:end -->"
 SUMMARY_BEGIN, SUMMARY_END = "<!-- packing-summary:begin -->", "<!-- packing-summary:end -->"
@@ -85,46 +79,6 @@ def rows(results: list[CaseResult]) -> list[dict[str, Any]]:
     return [row(result, next_fit) for result in results]
 
 
-def environment(command: str, seed: int) -> dict[str, Any]:
-    """What is needed to judge and to repeat the run; nothing that names the machine or a person."""
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": _commit(),
-        "command": command,
-        "seed": seed,
-        "cpu": _cpu(),
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-        "scipy": scipy.__version__,
-        "hf_wlb": hf_wlb.__version__,
-    }
-
-
-def _commit() -> str:
-    folder = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        changed = git("status", "--porcelain", "--", "../../hf_wlb", "*.py")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return f"{commit}, with changes" if changed else commit
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def rich_table(title: str, table_rows: list[dict[str, Any]], paper: bool) -> Table:
     """A table for the terminal."""
     table = Table(title=title, title_justify="left")
@@ -133,7 +87,7 @@ def rich_table(title: str, table_rows: list[dict[str, Any]], paper: bool) -> Tab
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "packer" else "right")
     for r in table_rows:
-        known = PAPER.get(r["packer"])
+        known = TABLE_2.get(r["packer"])
         cells = [r["packer"], *([f"{known.imbalance:.2f}" if known else ""] if paper else [])]
         cells += [f"{r['imbalance']:.3f}", f"{r['step_gap']:.3f}", f"{r['delay']:.2f}", str(r["delay_worst"])]
         cells += [f"{r['waiting_mean']:.1f} / {r['waiting_peak']:.1f}", f"{r['token_variation']:.3f}"]
@@ -198,7 +152,7 @@ def readme_table(results: dict[str, Any]) -> str:
     ]
     for r in source["table"]:
         if r["packer"] in (*_SHOWN, "greedy, 1 global batch"):
-            known = "" if PAPER.get(r["packer"]) is None else f"{PAPER[r['packer']].imbalance:.2f}"
+            known = "" if TABLE_2.get(r["packer"]) is None else f"{TABLE_2[r['packer']].imbalance:.2f}"
             lines.append(
                 f"| {r['packer']} | {known} | {r['imbalance']:.3f} | {r['delay']:.2f} | {r['token_variation']:.3f} "
                 f"| {_time(r)} | {_speedup(r)} |"
@@ -272,7 +226,7 @@ def _footnote(results: dict[str, Any], source: dict[str, Any]) -> str:
 
 
 def _markdown_row(r: dict[str, Any]) -> str:
-    paper = PAPER.get(r["packer"])
+    paper = TABLE_2.get(r["packer"])
     mark = "\\*" if r["total_time"] is None else ""
     return (
         f"| {r['packer']}{mark} | {'' if paper is None else f'{paper.imbalance:.2f}'} | {r['imbalance']:.3f} "

@@ -29,7 +29,7 @@ SETTING_COLUMNS = (
 )
 
 ASSUMPTION = (
-    "All of this is predicted and nothing measured. Under FSDP parameters are taken to be gathered, and gradients to be "
+    "All of this is predicted, nothing measured. Under FSDP parameters are taken to be gathered, and gradients to be "
     "summed, while layers compute, as far as that takes no longer."
 )
 

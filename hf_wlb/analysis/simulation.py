@@ -58,7 +58,7 @@ class Extent:
     Attributes:
         steps: Steps' worth of documents of Figures 12 to 15.
         simulated: Steps simulated of them, of Plain-4D all.
-        few_steps: Steps' worth of documents where the same few steps are compared with an assumption swapped.
+        few_steps: Steps' worth of documents where the same few steps are compared with and without a swap.
         few_simulated: Steps simulated of them.
         packing_steps: Of Table 2.
         job_steps: Of the job on 8,192 GPUs.
@@ -89,7 +89,7 @@ class Extent:
 FULL = Extent(
     steps=200,
     simulated=48,
-    few_steps=40,
+    few_steps=60,
     few_simulated=10,
     packing_steps=200,
     job_steps=24,
@@ -143,7 +143,7 @@ def reproduce(
     source, flat = read_lengths(data, seed=seed), flat_lengths(flat_data, seed)
     lengths = _whole(source)
     full = Setup(lengths, steps=extent.steps, simulated=extent.simulated, seed=seed)
-    few = replace(full, steps=extent.few_steps, simulated=extent.few_simulated, whole=())
+    few = replace(full, steps=extent.few_steps, simulated=extent.few_simulated)
     where = extent.configurations
     sampled = None if data is None else _whole(read_lengths(None, seed=seed))
     flatter = replace(full, lengths=_whole(flat))

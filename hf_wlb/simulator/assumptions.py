@@ -4,7 +4,8 @@ Nothing here is chosen by what comes out. The constants of a cluster are changed
 assumptions are swapped for what is as plausible, or for an extreme that shows how far they reach.
 
 A mean over some hundred steps has an error of about a percent, because few documents are long. So most swaps are
-compared on the same few steps with and without them, and the mean of many steps is changed by the ratio.
+compared on the same few steps with and without them, micro-batches staying as they are, and the mean of many steps is
+changed by the ratio.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from hf_wlb.lengths import IntArray
 from hf_wlb.simulator.cluster import ASSUMED, Cluster, Link, changed
-from hf_wlb.simulator.comparison import BASELINE
+from hf_wlb.simulator.comparison import BASELINE, FixedPlans
 from hf_wlb.simulator.paper import CONFIGURATIONS, Configuration
 from hf_wlb.simulator.reproduction import MAIN_SYSTEMS, PAPER, PLACED, Setup, Tell, figure_12, mean_speedups
 from hf_wlb.simulator.schedules import ScheduleConfig
@@ -44,8 +45,8 @@ class Swap:
         label: What is assumed instead.
         change: What becomes of a setup.
         concerns: Whether a configuration's figures change; those of others stay.
-        whole: Whether it is simulated on all steps and not on few: where documents or plans are others, so that the
-            same steps cannot be compared.
+        whole: Whether it is simulated on all steps and not on few: where documents or micro-batches are others, so that
+            the same steps cannot be compared.
     """
 
     label: str
@@ -60,7 +61,7 @@ def sensitivity(
     """Means of the paper's method and of ours with every constant of ``ASSUMED`` a fifth lower and higher.
 
     Args:
-        setup: What is assumed otherwise.
+        setup: What is assumed otherwise; micro-batches stay as they are packed with the constants unchanged.
         configurations: Means are over these.
         tell: Told what is changed next.
 
@@ -68,6 +69,7 @@ def sensitivity(
         The first row is that of no change, the others have means ``"low"`` and ``"high"``, each by system.
     """
     systems = (BASELINE, PAPER, PLACED)
+    setup = replace(setup, plans=FixedPlans(), whole=())
 
     def means(cluster: Cluster) -> dict[str, float]:
         rows = figure_12(replace(setup, cluster=cluster), systems, configurations)
@@ -178,6 +180,7 @@ def explanation(
     base = summary(rows)
     found: list[dict[str, Any]] = [{"assumption": "as assumed", "few": False, **base}]
     found += [{"assumption": label, "few": False, **summary(own)} for label, own in (known or {}).items()]
+    few = replace(few, plans=FixedPlans(), whole=())
     tell("swapped: nothing, few steps")
     few_rows = figure_12(few, MAIN_SYSTEMS, configurations)
     for swap in chosen:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_wlb.lengths import IntArray
+from hf_wlb.lengths import IntArray, fingerprint_lengths
 from hf_wlb.packing import PackingConfig
 from hf_wlb.packing.config import DEFAULT_MEMORY_FACTOR
 from hf_wlb.simulator.cluster import Cluster
@@ -121,6 +121,25 @@ class SortedPlans(PlanCache):
         return replace(found, plans=tuple(sorted(found.plans, key=lambda plan: model.step_time(plan.workloads()))))
 
 
+class FixedPlans(SortedPlans):
+    """Keeps the pass that was planned first for documents and settings, whatever workload later comes with them.
+
+    So that what another constant changes is told apart from what other plans happen to do: a packer's plans change a
+    little with every constant, and a mean of few steps by chance with them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: dict[tuple[PackingConfig, str], PlannedPass] = {}
+
+    def plan(self, documents: IntArray, workload: WorkloadModel, config: PackingConfig) -> PlannedPass:
+        """The pass; see ``PlanCache.plan``."""
+        key = (config, fingerprint_lengths(documents))
+        if key not in self._first:
+            self._first[key] = super().plan(documents, workload, config)
+        return self._first[key]
+
+
 def compare(
     documents: NDArray[Any],
     systems: Iterable[System],
@@ -131,6 +150,7 @@ def compare(
     steps: int | None = None,
     whole: Collection[str] = (),
     max_tokens_per_micro_batch: int | None = None,
+    plans: SortedPlans | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Simulates systems on the same documents; those that share a packer share its plans.
@@ -144,12 +164,13 @@ def compare(
         steps: Simulate only so many steps of the pass, see ``simulate_stream``; a fair sample, see ``SortedPlans``.
         whole: Names of systems of which all steps are simulated nevertheless: those without balance need it most.
         max_tokens_per_micro_batch: S_max, 1.25 x the context length by default.
+        plans: Keeps planned passes, except those of ``whole``; by default for this comparison alone.
         tell: Called with the name of every system before it is simulated.
 
     Raises:
         ValueError: As ``simulate_stream`` does.
     """
-    in_time, by_time = PlanCache(), SortedPlans()
+    in_time, by_time = PlanCache(), SortedPlans() if plans is None else plans
     results = {}
     for system in systems:
         own = None if system.name in whole else steps

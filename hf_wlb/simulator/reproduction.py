@@ -17,7 +17,7 @@ from hf_wlb.lengths import IntArray
 from hf_wlb.packing import ArraySource, PackingConfig, StepPlanner, length_stream, measure
 from hf_wlb.sharding import ShardCosts
 from hf_wlb.simulator.cluster import CLUSTERS, Cluster
-from hf_wlb.simulator.comparison import BASELINE, CUT, Comparison, compare, model_that_fits
+from hf_wlb.simulator.comparison import BASELINE, CUT, Comparison, SortedPlans, compare, model_that_fits
 from hf_wlb.simulator.costs import StepModel
 from hf_wlb.simulator.paper import (
     CONFIGURATIONS,
@@ -98,6 +98,7 @@ class Setup:
         schedule: Of the pipeline.
         compiled: Whether element-wise work is counted for fused kernels.
         waiting_contexts: See ``WAITING_CONTEXTS``; None leaves ``steady`` its default.
+        plans: Keeps planned passes, see ``compare``.
     """
 
     lengths: IntArray
@@ -111,6 +112,7 @@ class Setup:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     compiled: bool = True
     waiting_contexts: float | None = WAITING_CONTEXTS
+    plans: SortedPlans | None = None
 
     def documents(self, configuration: Configuration) -> IntArray:
         """In reading order: the same ones for all systems, and whatever else is assumed."""
@@ -143,6 +145,7 @@ class Setup:
             schedule=self.schedule,
             steps=None if self.simulated is None else max(1, self.simulated // self.micro_batches),
             whole=self.whole,
+            plans=self.plans,
             tell=lambda name: tell(f"{configuration.name}: {name}"),
         )
 

@@ -83,7 +83,7 @@ def test_two_processes_train_as_planned(result: PlanResult, tmp_path: Path) -> N
     words = words[: words.index("--dataset")]  # the standard library's
     options = {
         "max_steps": STEPS,
-        "max_documents": 60,
+        "max_documents": 40,
         "preprocessing_workers": 1,
         "warmup_steps": 0,
         "save_strategy": "no",

@@ -217,8 +217,8 @@ def test_pages_are_made_of_the_file(paper, monkeypatch, tmp_path) -> None:
     import simulated_paper as recipe
 
     readme, page = tmp_path / "README.md", tmp_path / "results.md"
-    readme.write_text(f"# Title\n{recipe.SUMMARY_BEGIN}\nold\n{recipe.SUMMARY_END}\nrest\n")
-    page.write_text(f"# Results\n{recipe.BEGIN}\nold\n{recipe.END}\nrest\n")
+    readme.write_text(f"# Title\n{recipe.SUMMARY_BEGIN}\nwhat was here before\n{recipe.SUMMARY_END}\nrest\n")
+    page.write_text(f"# Results\n{recipe.BEGIN}\nwhat was here before\n{recipe.END}\nrest\n")
     monkeypatch.setattr(recipe, "README", readme)
     monkeypatch.setattr(recipe, "RESULTS_PAGE", page)
     file = tmp_path / simulation.FILE
@@ -227,7 +227,9 @@ def test_pages_are_made_of_the_file(paper, monkeypatch, tmp_path) -> None:
     found = json.loads(file.read_text())
     mean = found["fig12"]["means"]["placed"]["over_plain"]["all"]
     assert f"| {mean:.2f}x |" in readme.read_text() and "(1.23x)" in readme.read_text()
-    assert "old" not in readme.read_text() + page.read_text() and readme.read_text().endswith("\nrest\n")
+    assert "what was here before" not in readme.read_text() + page.read_text() and readme.read_text().endswith(
+        "\nrest\n"
+    )
     assert f"{found['fig13'][0]['speedup']:.3f}x" in page.read_text()
     assert page.read_text().count("### ") == 8 and page.read_text().count("![") == len(PICTURES)
     assert {path.stem for path in tmp_path.glob("*.png")} == {f"simulated_{name}" for name in PICTURES}

@@ -16,9 +16,9 @@ from hf_wlb.simulator.comparison import BASELINE, CUT, SYSTEM_LABELS
 Row = Mapping[str, Any]
 
 SYSTEM_COLUMNS = (
-    ("step s", "mean seconds of a step, steps after the end of the data included"),
+    ("step s", "mean seconds of a step, steps after the end of the data included; steps differ in tokens"),
     ("tok/s/GPU", "tokens a second on one GPU, whole pass"),
-    ("speed-up", f"time of {BASELINE} over this, for the same documents"),
+    ("speed-up", f"time of {BASELINE} over this, same documents; {CUT!r} cuts them, so does less attention"),
     ("MFU %", "model FLOPs over 989 TFLOP/s a GPU"),
     ("heaviest", "costliest micro-batch over the mean one (imbalance degree), regular steps"),
     ("delay", "mean steps that a token waited"),

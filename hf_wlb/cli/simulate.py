@@ -44,8 +44,11 @@ SystemNames = Annotated[
     list[str] | None, typer.Option("--system", help=f"Only these, and plain-4d: {'; '.join(SYSTEMS)}.")
 ]
 Schedule = Annotated[str, typer.Option(help=f"Of the pipeline: {', '.join(SCHEDULES)}.")]
-ModelChunks = Annotated[int, typer.Option(help="Of a stage, with --schedule interleaved.")]
-Pieces = Annotated[int, typer.Option(help="Of a micro-batch, with --schedule seq1f1b.")]
+_MODEL_CHUNKS, _PIECES = 2, 4
+ModelChunks = Annotated[
+    int | None, typer.Option(help=f"Of a stage, with --schedule interleaved; default: {_MODEL_CHUNKS}.")
+]
+Pieces = Annotated[int | None, typer.Option(help=f"Of a micro-batch, with --schedule seq1f1b; default: {_PIECES}.")]
 ClusterName = Annotated[str, typer.Option("--cluster", help=f"What GPUs and links do: {', '.join(CLUSTERS)}.")]
 GpusPerNode = Annotated[int | None, typer.Option(help="GPUs that NVLink connects; default: the cluster's.", min=1)]
 Recompute = Annotated[
@@ -95,8 +98,8 @@ def simulate_command(
     s_max: SMax = None,
     system: SystemNames = None,
     schedule: Schedule = "1f1b",
-    model_chunks: ModelChunks = 2,
-    pieces: Pieces = 4,
+    model_chunks: ModelChunks = None,
+    pieces: Pieces = None,
     cluster: ClusterName = "h100",
     gpus_per_node: GpusPerNode = None,
     gradient_checkpointing: Recompute = None,
@@ -158,11 +161,14 @@ def _check_given(given: typer.Context, paper: bool) -> None:
         )
 
 
-def _schedule(name: str, model_chunks: int, pieces: int) -> ScheduleConfig:
+def _schedule(name: str, model_chunks: int | None, pieces: int | None) -> ScheduleConfig:
+    for option, value, owner in (("--model-chunks", model_chunks, "interleaved"), ("--pieces", pieces, "seq1f1b")):
+        if value is not None and name != owner:
+            raise ValueError(f"{option} is for --schedule {owner}, but the schedule is {name}.")
     return ScheduleConfig(
         name,
-        model_chunks=model_chunks if name == "interleaved" else 1,
-        pieces=pieces if name == "seq1f1b" else 1,
+        model_chunks=(_MODEL_CHUNKS if model_chunks is None else model_chunks) if name == "interleaved" else 1,
+        pieces=(_PIECES if pieces is None else pieces) if name == "seq1f1b" else 1,
     )
 
 

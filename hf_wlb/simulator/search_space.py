@@ -65,6 +65,9 @@ def divisors(number: int) -> list[int]:
 def splits(gpus: int, gpus_per_node: int, context_length: int, layers: int) -> Iterator[Split]:
     """Every split that there could be: tensor parallelism in powers of two within a node, the others as they divide.
 
+    Ranks that talk in every layer (``tp_size * cp_size``) fill whole nodes or an even share of one: groups that lie
+    across the edge of a node would be slower than others, and are not priced.
+
     Args:
         gpus: To be used, all of them.
         gpus_per_node: Most tensor-parallel ranks.
@@ -85,6 +88,8 @@ def splits(gpus: int, gpus_per_node: int, context_length: int, layers: int) -> I
     for tp_size in tensor:
         rest = gpus // tp_size
         for cp_size in (size for size in divisors(rest) if size <= most_cp):
+            if gpus > gpus_per_node and gpus_per_node % (tp_size * cp_size) and tp_size * cp_size % gpus_per_node:
+                continue
             for pp_size in (size for size in divisors(rest // cp_size) if size <= layers):
                 dp_size = rest // cp_size // pp_size
                 for fsdp in (False, True)[: 1 + (cp_size * dp_size > 1)]:

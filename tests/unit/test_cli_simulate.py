@@ -132,6 +132,8 @@ def test_what_does_not_fit_is_noted(lengths_file) -> None:
             "There is no system mine: --system is one of plain-4d; plain-4d, cut",
         ),
         (["--model", "550M", "--schedule", "gpipe"], "There is no schedule 'gpipe'"),
+        (["--model", "550M", "--pieces", "3"], "--pieces is for --schedule seq1f1b, but the schedule is 1f1b"),
+        (["--model", "550M", "--schedule", "seq1f1b", "--model-chunks", "2"], "--model-chunks is for --schedule inter"),
         (["--model", "550M", "--cluster", "tpu"], "--cluster must be one of h100"),
         (["--model", "550M", "--tp", "3"], "tp_size=3 does not divide the model's attention heads"),
         (["--model", "550M", "--data", "nowhere.json"], "nowhere.json"),

@@ -91,6 +91,9 @@ def test_all_splits_are_there_once() -> None:
     assert {s.pp_size for s in splits(16, 8, 131_072, 4)} == {1, 2, 4}  # no more stages than layers
     assert {s.cp_size for s in splits(16, 8, 1024, 4)} == {1, 2, 4}  # tiles of 128 queries
     assert {s.pp_size for s in splits(24, 8, 131_072, 32)} >= {3, 6, 12}
+    # No group across the edge of a node of 8; where there is one node only, there is no edge.
+    assert {s.tp_size * s.cp_size for s in splits(24, 8, 131_072, 32)} == {1, 2, 4, 8, 24}
+    assert {s.tp_size * s.cp_size for s in splits(6, 8, 131_072, 32)} == {1, 2, 3, 6}
 
 
 def test_ways_that_cannot_be_run_are_counted() -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from readme_table import between_marks
 
 from hf_wlb.simulator.measured import FEWEST_STEPS, read_rounds, resampled
+from hf_wlb.simulator.paper import FIGURE_13, FIGURE_14
 from hf_wlb.staging.simulation import slot
 
 BEGIN, END = "<!-- end-to-end-table:begin -->", "<!-- end-to-end-table:end -->"
@@ -23,9 +24,8 @@ COMPARED = (
     ((CUT,), "speedup_vs_concat_cut"),
     ((FIXED, "fixed-4d, per-sequence"), "speedup_vs_fixed"),
 )
-#: The paper's speed-ups of a 7B model over its Plain-4D: Fig. 13 (128K) and Fig. 14, by context.
-PAPER_PARTS = {"per-document alone": 1.02, "adaptive alone": 1.05, "packing + delay alone": 1.28, WLB: 1.33}
-PAPER_CONTEXTS = {64 * K: 1.07, 160 * K: 1.40}
+#: The paper's speed-ups of a 7B model over its Plain-4D: Fig. 13 (128K), by variant.
+PAPER_PARTS = {WLB if name == "all" else name: speedup for name, speedup in FIGURE_13.items()}
 
 #: What the results hold, in words.
 COLUMNS = {
@@ -312,7 +312,7 @@ def paper_lines(launches: Mapping[str, Launch], figures: Mapping[str, Mapping[st
     lines += ["", "| context | split, kernel | WLB over Plain-4D | paper, Fig. 14 |", "|---|---|---|---|"]
     for context, label in contexts:
         if "speedup" in figures[label].get(WLB, {}):
-            known = f"{PAPER_CONTEXTS[context]:.2f}" if context in PAPER_CONTEXTS else "-"
+            known = f"{FIGURE_14[context]:.2f}" if context in FIGURE_14 else "-"
             lines.append(
                 f"| {context / K:g}K | {label} | {_with_interval(figures[label][WLB], 'speedup', 3)} | {known} |"
             )

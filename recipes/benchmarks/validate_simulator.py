@@ -23,6 +23,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from hf_wlb.analysis.simulation import committed_results
 from hf_wlb.simulator.cluster import CLUSTERS
 from hf_wlb.simulator.layer_validation import (
     LayerCheck,
@@ -57,11 +58,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv_heads", type=int, default=32, help="of that profile (default 32)")
     parser.add_argument("--layers", type=int, default=32, help="of that profile's model (default 32)")
     return parser.parse_args(given)
-
-
-def committed_results() -> list[Path]:
-    """The end-to-end benchmark's results files in this repository."""
-    return sorted(FOLDER.glob("end_to_end*.json*"))
 
 
 def check_file(file: Path, cluster: str | None = None, profile: Path | None = None) -> list[LaunchCheck]:

@@ -10,39 +10,12 @@ import pytest
 
 from hf_wlb.staging import StageCosts, StageLayout, stage_costs, typical_lengths
 from hf_wlb.workload import AnalyticWorkload, HardwareFigures
+from tests.support.simulated import SLIDING, SPARSE, config
 
 LENGTHS = [3000, 700, 41]
 UNIT = HardwareFigures("unit", 1.0, 1.0)  # a FLOP takes a second
 
 
-def config(**changes):
-    settings = {
-        "model_type": "llama",
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 16,
-    }
-    return SimpleNamespace(**{**settings, **changes})
-
-
-SLIDING = {
-    "model_type": "gemma3_text",
-    "head_dim": 4,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
-    "sliding_window": 100,
-}
-SPARSE = {
-    "model_type": "qwen3_moe",
-    "head_dim": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 10,
-    "mlp_only_layers": [1],
-    "decoder_sparse_step": 2,
-}
 LATENT = {
     "model_type": "deepseek_v3",
     "kv_lora_rank": 4,

@@ -171,8 +171,12 @@ class AttentionContext:
         exchange: Keys and values with the other context-parallel ranks; None where there are none.
         kv_head_groups: Groups of KV heads that are exchanged one after the other: the exchange of one hides behind the
             attention of the one before, and with ``regather`` only one or two groups' gathered keys and values are in
-            memory. Clipped to the number of KV heads; None goes by how much is gathered, for every micro-batch.
-        regather: Exchange keys and values again in backward instead of keeping them from forward to backward.
+            memory. Clipped to the number of KV heads; the same in forward and backward. None chooses them for every
+            micro-batch: in forward by how much is gathered, in backward with ``regather`` the fewest whose peak memory
+            is within 1.25 times the gathered keys and values besides local q, k, v, output and their gradients, one KV
+            head each if none is. See ``hf_wlb.attention.groups``.
+        regather: Exchange keys and values again in backward instead of keeping them from forward to backward. Without
+            it a layer holds what its chunks read in between, an eighth more than all that is gathered on four ranks.
         deterministic: Whether gradients must be the same bits every time.
         meter: Takes the time of attention kernels, waiting for others excluded.
 

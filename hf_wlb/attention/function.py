@@ -4,23 +4,27 @@ Local documents attend straight to local keys and values. Those of sharded docum
 group of KV heads after the other. Putting them into document order picks, for each head and each tail chunk, the prefix
 of its document that it reads: one copy, an eighth more than a copy of everything on four ranks, and one kernel call.
 The first gather runs while local documents are attended to, later ones while the group before is (or all at once, where
-they are kept for backward); in backward, so do the reductions of gradients.
+they are kept for backward); in backward, so do the reductions of gradients. Local documents come in parts there, some
+heads before the groups and some after them, for the first gather and the last reduction to run meanwhile.
+
+Memory is held no longer than needed, for that of backward is what a layer takes at its peak: lists of tensors are
+emptied as they are used up, and what a group was given is let go before its reduction begins. See
+``hf_wlb.attention.groups`` for how many groups there are, and what they take.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from hf_wlb.attention.context import AttentionContext, KeyValueExchange, Pending, PendingSum, ShardTensors
+from hf_wlb.attention.groups import Backward, ExchangeSizes, HeadGroup, head_groups
 from hf_wlb.attention.kernels import AttentionKernel, AttentionOptions, KernelRequest, choose_kernel
 from hf_wlb.attention.kernels.selection import obstacle
 from hf_wlb.attention.segments import Segments
@@ -68,12 +72,6 @@ def attend(
     return output
 
 
-#: Where the number of groups of KV heads is not given: gathered bytes of a group, fewest queries times heads of its
-#: kernel call, and most groups. Smaller groups hide more of the exchange and hold less memory, but their calls fill the
-#: processors of a GPU fewer times over, and the last time only in part.
-GROUP_BYTES = 192 * 2**20
-GROUP_QUERIES = 2**17
-MOST_GROUPS = 8
 #: Documents whose overlapping gradients are added up one by one; more are, all at once, by index.
 MOST_SLICES = 16
 
@@ -146,17 +144,10 @@ class _Part:
     segments: Segments
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """KV heads that are exchanged together, and the query heads that read them."""
-
-    kv_heads: slice
-    heads: slice
-
-
+# Of keys and of values, in this order; whoever uses them up empties the list.
+_Gathers = list[Pending]
+_Reductions = list[PendingSum]
 _KeyValue = tuple[torch.Tensor, torch.Tensor]
-_PendingPair = tuple[Pending, Pending]
-_PendingSums = tuple[PendingSum, PendingSum]
 
 
 class _Call:
@@ -176,20 +167,39 @@ class _Call:
         assert self.context.exchange is not None, "a plan with sharded documents is for several ranks"
         return self.context.exchange
 
-    def groups(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[_Group]:
-        """KV heads dealt evenly to groups: as many as the context says, or as the gathered bytes ask for."""
+    def _sizes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ExchangeSizes:
+        return ExchangeSizes(
+            padded=self.shard.padded,
+            cp_size=self.shard.cp_size,
+            gathered_tokens=self.shard.gathered_tokens,
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_size=k.shape[2],
+            value_head_size=v.shape[2],
+            item=k.element_size(),
+        )
+
+    def forward_groups(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool) -> list[HeadGroup]:
+        """The groups of KV heads in forward, whose keys and values backward finds again where they are kept."""
         if not self.exchanges:
             return []
-        heads, kv_heads = q.shape[1], k.shape[1]
-        width = (k.shape[2] + v.shape[2]) * kv_heads * k.element_size()
         count = self.context.kv_head_groups
         if count is None:
-            by_bytes = math.ceil(self.shard.padded * self.exchange.size * width / GROUP_BYTES)
-            count = max(1, min(by_bytes, self.shard.padded * heads // GROUP_QUERIES, MOST_GROUPS))
-        count = min(count, kv_heads)
-        bounds = [kv_heads * number // count for number in range(count + 1)]
-        shared = heads // kv_heads
-        return [_Group(slice(first, last), slice(first * shared, last * shared)) for first, last in pairwise(bounds)]
+            sizes = self._sizes(q, k, v)
+            count = sizes.kept_groups() if keep else sizes.forward_groups()
+        return head_groups(count, q.shape[1], k.shape[1])
+
+    def backward_groups(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[list[HeadGroup], list[HeadGroup], bool]:
+        """Where keys and values are gathered again: their groups, local documents' parts, and ``Backward.overlap``."""
+        heads = q.shape[1], k.shape[1]
+        if not self.exchanges:
+            return [], head_groups(1, *heads), False
+        count, sizes = self.context.kv_head_groups, self._sizes(q, k, v)
+        chosen = sizes.backward() if count is None else Backward(min(count, k.shape[1]), overlap=True)
+        parts = head_groups(sizes.local_parts(self.shard.local_tokens, chosen.groups), *heads)
+        return head_groups(chosen.groups, *heads), parts, chosen.overlap
 
     @contextlib.contextmanager
     def measured(self, device: torch.device) -> Iterator[None]:
@@ -201,9 +211,9 @@ class _Call:
 
     # ---- the exchange ----
 
-    def gather(self, k: torch.Tensor, v: torch.Tensor, group: _Group) -> _PendingPair:
+    def gather(self, k: torch.Tensor, v: torch.Tensor, group: HeadGroup) -> _Gathers:
         """Start gathering a group's keys and values; padding is left as it is, because ``order`` skips it."""
-        return self._gather(k[self.chunks.tokens, group.kv_heads]), self._gather(v[self.chunks.tokens, group.kv_heads])
+        return [self._gather(tensor[self.chunks.tokens, group.kv_heads]) for tensor in (k, v)]
 
     def _gather(self, own: torch.Tensor) -> Pending:
         if own.shape[0] < self.shard.padded or not own.is_contiguous():
@@ -212,34 +222,40 @@ class _Call:
             own = part
         return self.exchange.gather(own)
 
-    def pick(self, gathered: _PendingPair) -> _KeyValue:
-        """Keys and values that this rank's chunks read, every chunk's in one piece."""
-        keys, values = (pending.wait().index_select(0, self.shard.order) for pending in gathered)
-        return keys, values
+    def pick(self, gathers: _Gathers) -> _KeyValue:
+        """Keys and values that this rank's chunks read, every chunk's in one piece; uses the gathers up."""
+        return self._pick(gathers.pop(0)), self._pick(gathers.pop(0))
 
-    def reduce(self, gradients: _KeyValue) -> _PendingSums:
+    def _pick(self, gather: Pending) -> torch.Tensor:
+        return gather.wait().index_select(0, self.shard.order)
+
+    def reduce(self, gradients: list[torch.Tensor]) -> _Reductions:
         """Start adding a group's gradients up over the ranks.
 
         Args:
-            gradients: Of the keys and values that were picked, with one row more.
+            gradients: Of the keys and values that were picked, with one row more; used up.
         """
-        return self._reduce(gradients[0]), self._reduce(gradients[1])
+        reductions: _Reductions = []
+        while gradients:
+            reductions.append(self.exchange.reduce_scatter(self._by_place(gradients.pop(0))))
+        return reductions
 
-    def _reduce(self, gradient: torch.Tensor) -> PendingSum:
+    def _by_place(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Gradients of picked keys as the gathered ones lie, those that were picked twice added up."""
         overlaps = self.shard.overlaps
         if len(overlaps) <= MOST_SLICES:
             for head, tail, count in overlaps:
-                gradient[tail : tail + count] += gradient[head : head + count]
+                gradient[tail : tail + count].add_(gradient[head : head + count])
         else:
             heads, tails = self.shard.overlapping_rows
             gradient.index_copy_(0, tails, gradient.index_select(0, tails).add_(gradient.index_select(0, heads)))
         gradient[-1] = 0  # for keys that this rank did not read, and for padding
-        return self.exchange.reduce_scatter(gradient.index_select(0, self.shard.inverse))
+        return gradient.index_select(0, self.shard.inverse)
 
-    def receive(self, group: _Group, reduction: _PendingSums, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Put the sums of a group's gradients where they belong; what lies behind this rank's tokens is padding."""
-        for pending, gradient in zip(reduction, (dk, dv), strict=True):
-            pending.wait(into=gradient[self.chunks.tokens, group.kv_heads])
+    def receive(self, group: HeadGroup, reductions: _Reductions, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Put the sums of a group's gradients where they belong, padding left out; uses the reductions up."""
+        for gradient in (dk, dv):
+            reductions.pop(0).wait(into=gradient[self.chunks.tokens, group.kv_heads])
 
     # ---- the kernel ----
 
@@ -266,12 +282,34 @@ class _Call:
     ) -> None:
         """Gradients of a part's query heads, into ``dq`` of the whole shard and ``dkv`` of the keys given."""
         dout, q, out, lse = (tensor[part.tokens, heads] for tensor in saved)
-        own = dq[part.tokens, heads]
-        memory = own if own.is_contiguous() else torch.empty_like(own, memory_format=torch.contiguous_format)
+        places = (dq[part.tokens, heads], *dkv)
+        dense = (_dense(places[0]), _dense(places[1]), _dense(places[2]))
         with self.measured(q.device):
-            self.kernel.backward(dout, q, *kv, out, lse.t().contiguous(), part.segments, self.options, (memory, *dkv))
-        if memory is not own:
-            own.copy_(memory)
+            self.kernel.backward(dout, q, *kv, out, lse.t().contiguous(), part.segments, self.options, dense)
+        for place, memory in zip(places, dense, strict=True):
+            if memory is not place:
+                place.copy_(memory)
+
+    def backward_local(
+        self,
+        parts: list[HeadGroup],
+        saved: tuple[torch.Tensor, ...],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Gradients of local documents, some of the heads after the other."""
+        if self.local is None:
+            return
+        for part in parts:
+            own = (self.local.tokens, part.kv_heads)
+            dq, dk, dv = gradients
+            self.backward(self.local, part.heads, saved, (k[own], v[own]), dq, (dk[own], dv[own]))
+
+
+def _dense(place: torch.Tensor) -> torch.Tensor:
+    """Memory for a kernel's results: where they belong, if that is in one piece."""
+    return place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
 
 
 class _ShardAttention(torch.autograd.Function):
@@ -284,8 +322,8 @@ class _ShardAttention(torch.autograd.Function):
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         lse_type = torch.promote_types(q.dtype, torch.float32)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=lse_type)
-        groups = call.groups(q, k, v)
         keep = not call.context.regather and any(ctx.needs_input_grad)
+        groups = call.forward_groups(q, k, v, keep)
         # What is kept anyway is gathered before anything else: begun after local documents, a gather would wait for
         # the rank that has most of them. Otherwise one group ahead, for less memory.
         ahead = len(groups) if keep else 1
@@ -295,13 +333,14 @@ class _ShardAttention(torch.autograd.Function):
             call.forward(call.local, slice(None), q, (k[tokens], v[tokens]), out, lse)
         kept: list[torch.Tensor] = []
         for number, group in enumerate(groups):
+            kv = call.pick(gathers.pop(0))
             if ahead + number < len(groups):
                 gathers.append(call.gather(k, v, groups[ahead + number]))
-            kv = call.pick(gathers.pop(0))
             if call.shard.exchanged_tokens:
                 call.forward(call.chunks, group.heads, q, kv, out, lse)
             if keep:
                 kept += kv
+            del kv  # before the next group's are picked
         if sinks is not None:
             column = sinks.to(lse_type)[:, None]
             out = (out * torch.sigmoid(lse - column).t()[..., None]).to(out.dtype)
@@ -318,49 +357,39 @@ class _ShardAttention(torch.autograd.Function):
         # Kernels write into slices of these, whatever the strides of q, k and v are.
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         saved = (dout, q, out, lse.t())
-        groups = call.groups(q, k, v)
-        pending = call.gather(k, v, groups[0]) if groups and not kept else None
-        if not kept:  # hides the first gather
-            _backward_local(call, saved, k, v, dq, dk, dv)
-        reduction: _PendingSums | None = None  # of the group before
+        gradients = (dq, dk, dv)
+        if kept:  # local documents hide the last reduction
+            groups, overlap = call.forward_groups(q, k, v, keep=True), True
+            before, after = [], head_groups(1, q.shape[1], k.shape[1])
+        else:
+            groups, parts, overlap = call.backward_groups(q, k, v)
+            half = (len(parts) + 1) // 2 if groups else 0
+            before, after = parts[:half], parts[half:]
+        gathers = call.gather(k, v, groups[0]) if groups and not kept else []
+        call.backward_local(before, saved, k, v, gradients)
+        reductions: _Reductions = []  # of the group before
         for number, group in enumerate(groups):
-            if kept:
-                kv = (kept[2 * number], kept[2 * number + 1])
-            else:
-                assert pending is not None
-                ahead = call.gather(k, v, groups[number + 1]) if number + 1 < len(groups) else None
-                kv = call.pick(pending)
-                pending = ahead
-            dkv = _one_row_more(kv[0]), _one_row_more(kv[1])
+            kv = (kept[2 * number], kept[2 * number + 1]) if kept else call.pick(gathers)
+            if not kept and number + 1 < len(groups):
+                gathers = call.gather(k, v, groups[number + 1])
+            if reductions and not overlap:
+                call.receive(groups[number - 1], reductions, dk, dv)
+            dkv = [_one_row_more(tensor) for tensor in kv]
             if call.shard.exchanged_tokens:
                 call.backward(call.chunks, group.heads, saved, kv, dq, (dkv[0][:-1], dkv[1][:-1]))
-            if reduction is not None:
-                call.receive(groups[number - 1], reduction, dk, dv)
-            reduction = call.reduce(dkv)
-        if kept:  # hides the last reduction
-            _backward_local(call, saved, k, v, dq, dk, dv)
-        if reduction is not None:
-            call.receive(groups[-1], reduction, dk, dv)
+            del kv
+            if reductions:
+                call.receive(groups[number - 1], reductions, dk, dv)
+            reductions = call.reduce(dkv)
+        call.backward_local(after, saved, k, v, gradients)
+        if reductions:
+            call.receive(groups[-1], reductions, dk, dv)
         dsinks = None if sinks is None else _backward_sinks(dout, out, lse, sinks)
         return dq, dk, dv, dsinks, None
 
 
 def _one_row_more(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(like.shape[0] + 1, *like.shape[1:])
-
-
-def _backward_local(
-    call: _Call,
-    saved: tuple[torch.Tensor, ...],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
-    if call.local is not None:
-        own = call.local.tokens
-        call.backward(call.local, slice(None), saved, (k[own], v[own]), dq, (dk[own], dv[own]))
 
 
 def _backward_sinks(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

@@ -41,13 +41,15 @@ from hf_wlb.profiling import (
     time_exchange,
 )
 from hf_wlb.sharding import Sharder, ShardPlan
-from hf_wlb.workload import AnalyticWorkload, ProfiledWorkload
+from hf_wlb.workload import AnalyticWorkload, ProfiledWorkload, WorkloadModel
 
 LONGEST = 128 * K
 WARMUPS = 2
 CHOICE_SAMPLES, CHOICE_WARMUPS = 3, 1
 EXCHANGED = (1 * K, 4 * K, 16 * K, 64 * K, 128 * K)
 MOST_GROUPS = 8
+UNPROFILED = AnalyticWorkload.from_crossover(8 * K)
+"""What plans are made with where nothing was profiled."""
 
 
 def join(device: str) -> Place:
@@ -137,6 +139,7 @@ class Parts:
             "choice_samples": CHOICE_SAMPLES,
             "shrink": options.shrink,
             "quick": options.quick,
+            "parts": options.parts,
         }
 
     def close(self) -> None:
@@ -145,16 +148,24 @@ class Parts:
         dist.destroy_process_group()
 
     def of(self, kv_heads: int, results: dict[str, Any]) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Names and functions of all parts for a number of KV heads; each puts what it found into ``results``."""
-        shape = self._shape(kv_heads)
-        yield "error against float64", lambda: results.update(errors=self._errors(shape))
-        yield "profile", lambda: results.update(profile=self._profile(shape))
+        """Names and functions of the chosen parts for a number of KV heads; each puts its findings into ``results``."""
+        shape, chosen = self._shape(kv_heads), self.options.parts
+        if "errors" in chosen:
+            yield "error against float64", lambda: results.update(errors=self._errors(shape))
+        if "profile" in chosen:
+            yield "profile", lambda: results.update(profile=self._profile(shape))
+        if not {"cases", "choice", "contexts"} & set(chosen):
+            return
         if self.place.device.type == "cuda":
             torch.cuda.empty_cache()
-        part = _Comparison(self, shape, ProfiledWorkload.from_dict(results["profile"]))
-        yield "cases", lambda: part.run_cases(results.setdefault("cases", []))
-        yield "random micro-batches", lambda: results.update(choice=part.choice())
-        yield "groups of KV heads, memory", lambda: results.update(contexts=part.contexts(kv_heads))
+        profile = results.get("profile")
+        part = _Comparison(self, shape, UNPROFILED if profile is None else ProfiledWorkload.from_dict(profile))
+        if "cases" in chosen:
+            yield "cases", lambda: part.run_cases(results.setdefault("cases", []))
+        if "choice" in chosen:
+            yield "random micro-batches", lambda: results.update(choice=part.choice())
+        if "contexts" in chosen:
+            yield "groups of KV heads, memory", lambda: results.update(contexts=part.contexts(kv_heads))
 
     def _errors(self, shape: AttentionShape) -> dict[str, Any]:
         lengths = self.draws.check_lengths()
@@ -188,7 +199,7 @@ class Parts:
 class _Comparison:
     """The parts that compare plans, for one number of KV heads."""
 
-    def __init__(self, parts: Parts, shape: AttentionShape, workload: ProfiledWorkload) -> None:
+    def __init__(self, parts: Parts, shape: AttentionShape, workload: WorkloadModel) -> None:
         self.parts, self.shape, self.workload = parts, shape, workload
         longest = max(sum(case.lengths) for case in [*parts.cases, *parts.random_cases])
         self.bench = Bench(parts.place, shape, parts.kernel, longest, parts.options.ahead_ms)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_wlb.attention import AttentionContext, AttentionOptions, KernelMeter, Segments, ShardTensors, attend
+from hf_wlb.attention.groups import Backward, ExchangeSizes
 from hf_wlb.attention.kernels import ReferenceKernel
 from hf_wlb.sharding import Sharder, ShardingConfig, ShardLayout, ShardPlan, per_document, per_sequence, shard_layout
 from hf_wlb.workload import AnalyticWorkload
@@ -139,7 +140,19 @@ def by_hand(lengths: list[int], owner: list[int], edges: list[list[int]], cp: in
     return made
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_local_documents_and_reductions_in_any_order_are_exact(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [9, 300, 25, 8]
+    inputs = Inputs.random(sum(lengths), heads=6, kv_heads=3)
+    plan, right = plan_of("placed", lengths, 2, 25), expected(inputs, lengths)
+    monkeypatch.setattr(ExchangeSizes, "backward", lambda sizes: Backward(3, overlap))
+    for parts in (1, 2, 3):
+        monkeypatch.setattr(ExchangeSizes, "local_parts", lambda sizes, tokens, groups, parts=parts: parts)
+        assert worst(sharded(inputs, plan, OPTIONS), right) <= ATTENTION_FLOAT32
+
+
 def test_much_to_gather_is_gathered_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many in forward as gathered bytes ask for, and in backward as the memory allowed asks for."""
     inputs, plan = Inputs.random(64, heads=4, kv_heads=4), per_document([64], 2)
     gathered = 64 * 4 * 2 * SIZE * 4
     counts: list[list[int]] = []
@@ -151,12 +164,23 @@ def test_much_to_gather_is_gathered_in_groups(monkeypatch: pytest.MonkeyPatch) -
         counts.append(sizes)
         return shard
 
-    monkeypatch.setattr("hf_wlb.attention.function.GROUP_QUERIES", 1)
-    for limit, groups in ((gathered, 1), (gathered - 1, 2), (gathered // 3, 4), (1, 4)):
-        monkeypatch.setattr("hf_wlb.attention.function.GROUP_BYTES", limit)
+    def gathers(**context: Any) -> list[int]:
         counts.clear()
-        assert worst(sharded(inputs, plan, OPTIONS, listen), expected(inputs, [64])) <= ATTENTION_FLOAT32
-        assert [len(sizes) for sizes in counts] == [4 * groups, 4 * groups]  # keys and values, forward and backward
+        assert worst(sharded(inputs, plan, OPTIONS, listen, **context), expected(inputs, [64])) <= ATTENTION_FLOAT32
+        assert counts[0] == counts[1]
+        return counts[0]
+
+    groups = "hf_wlb.attention.groups"
+    monkeypatch.setattr(f"{groups}.GROUP_QUERIES", 1)
+    for limit, forward in ((gathered, 1), (gathered - 1, 2), (gathered * 2 // 5, 2), (gathered // 4, 4), (1, 4)):
+        monkeypatch.setattr(f"{groups}.GROUP_BYTES", limit)
+        assert len(gathers()) == 2 * forward + 2  # keys and values; little is gathered again in one group
+        assert len(gathers(regather=False)) == 2 * forward
+    monkeypatch.setattr(f"{groups}.GROUP_BYTES", gathered)
+    for free, forward, backward in ((3 * gathered, 1, 1), (2.6 * gathered, 1, 2), (0, 2, 4)):
+        monkeypatch.setattr(f"{groups}.FREE_BYTES", free)
+        assert len(gathers()) == 2 * (forward + backward)
+    assert len(gathers(kv_head_groups=2)) == 8  # holds for both
 
 
 def test_tensors_of_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,22 +17,32 @@ SCRIPT = "recipes/benchmarks/context_parallel.py"
 FOLDER = REPOSITORY / "recipes" / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run_benchmark(folder, *more):
     """(What was printed, the results file)."""
-    folder = tmp_path_factory.mktemp("context_parallel")
     lengths = folder / "sampled.json"
     lengths.write_text(json.dumps(sample_lengths(20_000, seed=1).tolist()))
     output = folder / "results.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT]
     command += ["--lengths", str(lengths), "--device", "cpu", "--shrink", "256", "--heads", "4", "--kv_heads", "2"]
-    command += ["--head_size", "8", "--samples", "2", "--choices", "4", "--quick", "--output", str(output)]
+    command += ["--head_size", "8", "--samples", "2", "--choices", "4", "--quick", "--output", str(output), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(output.read_text())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return run_benchmark(tmp_path_factory.mktemp("context_parallel"))
+
+
+def test_one_part_alone(tmp_path) -> None:
+    printed, results = run_benchmark(tmp_path, "--parts", "contexts")
+    assert set(results["kv_heads"]["2"]) == {"contexts"} and results["settings"]["parts"] == ["contexts"]
+    assert not results["complete"] and results["result"]["error_ratio"] is None
+    assert "2 KV heads: exchange in groups" in printed and "percent of the ideal" not in printed
 
 
 def test_the_last_line_is_the_result(run) -> None:

@@ -220,11 +220,7 @@ def test_the_table_is_made_of_the_results_alone(report, results) -> None:
     assert report.readme_table(results) != short
 
 
-def test_the_pages_show_the_committed_results(report) -> None:
-    results = json.loads(RESULTS.read_text())
-    page, readme = (REPOSITORY / "docs" / "results.md").read_text(), (REPOSITORY / "README.md").read_text()
-    assert report.with_table(page, report.results_tables(results)) == page
-    assert report.with_summary(readme, report.readme_table(results)) == readme
+def test_the_committed_results_are_whole_small_and_name_no_machine() -> None:
     text = RESULTS.read_text()
     assert len(text) < 500_000 and "/home/" not in text and "/work" not in text and "hostname" not in text
     assert json.loads(text)["complete"]
@@ -250,6 +246,32 @@ def test_the_file_is_json_with_short_lists_on_one_line(main, results, tmp_path) 
     assert json.loads(file.read_text()) == json.loads(json.dumps(results))
     assert '"samples_ms": [20.0, 22.0, 180.0]' in file.read_text()
     assert [path.name for path in file.parent.iterdir()] == ["file.json"]
+
+
+def test_some_parts_do_not_overwrite_a_whole_run(main, tmp_path) -> None:
+    assert main.arguments(["--lengths", "file"]).output == RESULTS
+    some = main.arguments(["--lengths", "file", "--parts", "contexts", "errors"])
+    assert some.parts == ["errors", "contexts"] and some.output is None
+    everything = main.arguments(["--lengths", "file", "--parts", *reversed(main.PARTS)])
+    assert everything.parts == list(main.PARTS) and everything.output == RESULTS
+    with pytest.raises(SystemExit):
+        main.arguments(["--lengths", "file", "--parts", "memory"])
+
+
+def test_pages_are_not_made_of_some_parts(main, results, tmp_path, capsys) -> None:
+    file = tmp_path / "some.json"
+    main.save({**results, "complete": False}, file)
+    assert main.main(["--write-readme", "--output", str(file)]) == 2
+    assert "some.json holds some of the parts errors, profile, cases, choice, contexts only" in capsys.readouterr().err
+
+
+def test_tables_of_the_parts_that_ran_are_printed(main, results, capsys) -> None:
+    part = results["kv_heads"]["8"]
+    part["errors"] |= {"plain": {"dq": 0.25}, "plans": {}}
+    some = {**results, "kv_heads": {"8": {"errors": part["errors"]}}, "seconds": 1.0}
+    main.print_tables(some)
+    assert "8 KV heads, error of the plain kernel: dq 2.50e-01" in capsys.readouterr().out
+    assert main.verdict(main.show.result_line({**some, "kv_heads": {"8": {}}}), main.Log()) == 0
 
 
 def test_lengths_are_asked_for(main, capsys) -> None:

@@ -8,6 +8,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 README, RESULTS_PAGE = REPOSITORY / "README.md", REPOSITORY / "docs" / "results.md"
 
 
+def marks(name: str) -> tuple[str, str]:
+    """The two lines between which a generated table stands.
+
+    >>> marks("packing-table")
+    ('<!-- packing-table:begin -->', '<!-- packing-table:end -->')
+    """
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
 def between_marks(text: str, table: str, begin: str, end: str, file: str = "docs/results.md") -> str:
     """The text of a file with what stands between two marks replaced.
 

@@ -1,6 +1,7 @@
-"""Benchmark of WLBTrainer: MFU and tokens per second of every split on 4 GPUs, and what it adds to a bare loop.
+"""Benchmark of WLBTrainer: MFU and tokens per second of every split, and what it adds to a bare loop.
 
     python recipes/benchmarks/trainer.py                     # on 4 GPUs, about 15 minutes
+    python recipes/benchmarks/trainer.py --gpus 2            # on 2 GPUs, every axis by itself
     python recipes/benchmarks/trainer.py --only cp4 "dp2 x cp2" pp4 "pp2 x cp2" "pp2 x tp2"    # pipelines, with losses
     python recipes/benchmarks/trainer.py --quick --use-cpu   # tiny, a few minutes on 2 cores; writes nothing
     python recipes/benchmarks/trainer.py --write-readme      # renews docs/results.md from the results
@@ -36,12 +37,14 @@ HERE = Path(__file__).resolve().parent
 RUN, OVERHEAD = HERE / "trainer_run.py", HERE / "trainer_overhead.py"
 SCHEMA = "hf_wlb.trainer_benchmark/1"
 LIMIT_S = 400.0  # for one run
+ON_GPUS = {2: "two", 4: "full"}  # cases by the number of GPUs
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, metavar="FILE", help="document lengths; default: the built-in sampler")
+    parser.add_argument("--gpus", type=int, choices=sorted(ON_GPUS), default=4, help="splits of 2 or 4 (default 4)")
     parser.add_argument("--only", nargs="*", metavar="CASE", help="only these, such as 'cp4' and 'overhead'")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 2 processes, few steps; writes no results")
     parser.add_argument("--use-cpu", action="store_true", help="on the CPU, without any figures to be quoted")
@@ -129,7 +132,7 @@ def run(case: Case, settings: Settings, data: Path, folder: Path, use_cpu: bool)
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """All runs and what they come to; written after each of them."""
-    settings, cases = (QUICK, CASES["quick"]) if options.quick else (SETTINGS, CASES["full"])
+    settings, cases = (QUICK, CASES["quick"]) if options.quick else (SETTINGS, CASES[ON_GPUS[options.gpus]])
     wanted = [case for case in cases if not options.only or case.name in options.only]
     runs: dict[str, Any] = {}
     results: dict[str, Any] = {"schema": SCHEMA, "columns": show.COLUMNS, "settings": asdict(settings), "runs": runs}

@@ -56,6 +56,7 @@ SETTINGS = Settings()
 QUICK = Settings(model="tiny", vocabulary=2_000, context_length=1_024, micro_batches=2, steps=4, warmups=1, shrink=128)
 _COMPILED = {"torch_compile": True, "ddp_find_unused_parameters": False}
 _EAGER = {"ddp_find_unused_parameters": False}
+OVERHEAD = Case("overhead", 1, 1, {"context_length": 16_384, "max_document_tokens": 16_384, **_EAGER}, overhead=True)
 
 CASES: dict[str, tuple[Case, ...]] = {
     "full": (
@@ -68,7 +69,15 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("pp2 x tp2", 4, 1, {"pp_size": 2, "tp_size": 2, **_COMPILED}, recompute_below_gib=120.0),
         Case("fsdp over cp4", 4, 1, {"cp_size": 4, "dp_shard_size": 1, "fsdp": "true", **_COMPILED}),
         Case("cp4, not compiled", 4, 1, {"cp_size": 4, **_EAGER}),
-        Case("overhead", 1, 1, {"context_length": 16_384, "max_document_tokens": 16_384, **_EAGER}, overhead=True),
+        OVERHEAD,
+    ),
+    "two": (
+        Case("cp2", 2, 1, {"cp_size": 2, **_COMPILED}),
+        Case("pp2", 2, 1, {"pp_size": 2, **_COMPILED}, recompute_below_gib=120.0),
+        Case("tp2", 2, 1, {"tp_size": 2, **_COMPILED}),
+        Case("dp2", 2, 2, _COMPILED, recompute_below_gib=250.0),
+        Case("fsdp2", 2, 2, {"dp_shard_size": 2, **_COMPILED}, recompute_below_gib=250.0),
+        OVERHEAD,
     ),
     "quick": (
         Case("cp2", 2, 1, {"cp_size": 2}),

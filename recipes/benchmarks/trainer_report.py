@@ -75,17 +75,26 @@ def loss_differences(runs: Mapping[str, Any]) -> dict[str, float | None]:
         Largest difference over all steps, of any pipeline (``loss_difference_pipelines``) and of any other split of
         the same documents (``loss_difference_others``), which only add up in another order; empty without pipelines.
     """
-    losses = {name: [row["loss"] for row in run.get("steps", []) if "loss" in row] for name, run in runs.items()}
-    pipelines = {name for name, run in runs.items() if "pp_size" in run.get("options", {})}
-    first, *others = [name for name in losses if losses[name] and name not in pipelines] or [None]
+    losses, pipelines = _losses(runs), _pipelines(runs)
+    first, others = next((name for name in losses if name not in pipelines), None), set(losses) - pipelines
     if first is None or not pipelines:
         return {}
 
     def furthest(names: Iterable[str]) -> float | None:
-        apart = [abs(a - b) for name in names for a, b in zip(losses[name], losses[first], strict=False)]
+        apart = [abs(a - b) for name in names for a, b in zip(losses.get(name, []), losses[first], strict=False)]
         return round(max(apart), 6) if apart else None
 
-    return {"loss_difference_pipelines": furthest(pipelines), "loss_difference_others": furthest(others)}
+    return {"loss_difference_pipelines": furthest(pipelines), "loss_difference_others": furthest(others - {first})}
+
+
+def _losses(runs: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Of every step, by run, in the order of the runs; those without are left out."""
+    found = {name: [row["loss"] for row in run.get("steps", []) if "loss" in row] for name, run in runs.items()}
+    return {name: losses for name, losses in found.items() if losses}
+
+
+def _pipelines(runs: Mapping[str, Any]) -> set[str]:
+    return {name for name, run in runs.items() if "pp_size" in run.get("options", {})}
 
 
 def run_line(name: str, run: Mapping[str, Any], warmups: int) -> str:
@@ -103,47 +112,105 @@ def run_line(name: str, run: Mapping[str, Any], warmups: int) -> str:
     )
 
 
+def best_mfu(results: Mapping[str, Any]) -> tuple[str, float, str] | None:
+    """The run with the highest MFU: (name, MFU, where it ran); None without any."""
+    warmups = results["settings"]["warmups"]
+    shares = {name: over_time(run, "mfu", warmups) for name, run in results["runs"].items()}
+    known = {name: share for name, share in shares.items() if share is not None}
+    if not known:
+        return None
+    best = max(known, key=lambda name: known[name])
+    return best, known[best], where(results["runs"][best]["machine"])
+
+
+def trainer_overhead(results: Mapping[str, Any]) -> tuple[float, str] | None:
+    """What the trainer adds to a bare loop, and where that was measured; None where it was not."""
+    for run in results["runs"].values():
+        extra = overhead(run, results["settings"]["warmups"])
+        if extra is not None:
+            return extra, where(run["machine"])
+    return None
+
+
+def where(machine: Mapping[str, Any]) -> str:
+    """Devices in words, such as ``2 x NVIDIA H100``."""
+    return f"{machine['devices']} x {machine['device']}"
+
+
 def results_table(results: Mapping[str, Any]) -> str:
     """The table of docs/results.md and what it says."""
-    settings, about = results["settings"], results["environment"]
-    machine, warmups = about["machine"], settings["warmups"]
-    lines = [
+    settings, about, runs = results["settings"], results["environment"], results["runs"]
+    rows = {name: row for name, run in runs.items() if (row := _markdown_row(name, run, settings["warmups"]))}
+    # The environment's machine is the first run's, which need not be a split: the overhead is measured on one GPU
+    machine = runs[next(iter(rows))]["machine"] if rows else about["machine"]
+    head = (
         f"`recipes/llama_long_context.py` with a {settings['model']} Llama, micro-batches of "
-        f"{settings['context_length']:,} tokens, {settings['micro_batches']} a step, bfloat16, "
-        f"{machine['devices']} x {machine['device']}, attention kernel `{machine['attention_kernel']}`; documents "
-        f"drawn from {about['lengths']}, cut at the context length. {settings['steps'] - warmups} steps, "
-        "the time of the median one.",
-        "",
-        "| split | MFU | tokens/s/GPU | step s | slowest rank over mean | peak GiB | recomputation | compiled |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, run in results["runs"].items():
-        share, speed = (over_time(run, figure, warmups) for figure in ("mfu", "tokens_per_second_per_gpu"))
-        if share is None or speed is None:
-            continue
-        even = median(row["rank_imbalance"] for row in counted(run, warmups))
-        options = run["options"]
-        cells = (
-            name.removesuffix(", not compiled"),
-            f"{share:.1%}",
-            f"{speed:,.0f}",
-            f"{median(seconds(run, warmups)):.2f}",
-            f"{even:.3f}",
-            f"{run['machine']['peak_memory_gib']:.0f}",
-            "yes" if "activation_checkpointing" in options else "no",
-            "yes" if "torch_compile" in options else "no",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    extra = results["result"]["overhead"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines += [
-        "",
+        f"{settings['context_length']:,} tokens, {settings['micro_batches']} a step, bfloat16, {where(machine)}, "
+        f"attention kernel `{machine['attention_kernel']}`; documents drawn from {about['lengths']}, cut at the "
+        f"context length. {settings['steps'] - settings['warmups']} steps, the time of the median one."
+    )
+    sentences = [
         "MFU counts 6 x weights (no embedding lookups) x tokens and causal attention within documents, forward and "
-        "backward, no recomputation, against 989 TFLOP/s. On one GPU a step of `WLBTrainer` takes "
-        f"{extra:+.1%} of that of a bare loop over the same micro-batches. {versions}; {about['date']}, commit "
-        f"{about['commit']}; `python recipes/benchmarks/trainer.py`.",
+        "backward, no recomputation, against 989 TFLOP/s.",
+        _overhead_sentence(results),
+        *_loss_sentences(runs),
+        *(f"`{name}` failed." for name, run in runs.items() if "problem" in run),
     ]
-    return "\n".join(lines)
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return "\n".join(
+        [
+            head,
+            "",
+            "| split | MFU | tokens/s/GPU | step s | slowest rank over mean | peak GiB | recomputation | compiled |",
+            "|---|---|---|---|---|---|---|---|",
+            *rows.values(),
+            "",
+            f"{' '.join(sentences)} {versions}; {about['date']}, commit {about['commit']}; "
+            "`python recipes/benchmarks/trainer.py`.",
+        ]
+    )
+
+
+def _markdown_row(name: str, run: Mapping[str, Any], warmups: int) -> str | None:
+    """A split's line of the table; None for a run without rates."""
+    share, speed = (over_time(run, figure, warmups) for figure in ("mfu", "tokens_per_second_per_gpu"))
+    if share is None or speed is None:
+        return None
+    options, even = run["options"], [row["rank_imbalance"] for row in counted(run, warmups) if "rank_imbalance" in row]
+    cells = (
+        name.removesuffix(", not compiled"),
+        f"{share:.1%}",
+        f"{speed:,.0f}",
+        f"{median(seconds(run, warmups)):.2f}",
+        f"{median(even):.3f}" if even else "-",
+        f"{run['machine']['peak_memory_gib']:.0f}",
+        "yes" if "activation_checkpointing" in options else "no",
+        "yes" if "torch_compile" in options else "no",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _overhead_sentence(results: Mapping[str, Any]) -> str:
+    found = trainer_overhead(results)
+    if found is None:
+        return "What `WLBTrainer` adds to a bare loop was not measured."
+    return (
+        f"On {found[1]} a step of `WLBTrainer` takes {found[0]:+.1%} against that of a bare loop over the same "
+        "micro-batches."
+    )
+
+
+def _loss_sentences(runs: Mapping[str, Any]) -> list[str]:
+    """How far the losses of splits are apart; nothing without pipelines."""
+    found = loss_differences(runs)
+    pipelines, others = (found.get(f"loss_difference_{which}") for which in ("pipelines", "others"))
+    if pipelines is None:
+        return []
+    first = next(name for name in _losses(runs) if name not in _pipelines(runs))
+    more = "" if others is None else f", and those of other splits, which add up in another order, at most {others:g}"
+    return [
+        f"On the same documents the loss of a pipeline's step is at most {pipelines:g} off that of `{first}`{more}."
+    ]
 
 
 def with_table(page: str, table: str) -> str:

@@ -160,13 +160,6 @@ def test_the_committed_results_are_small_and_name_no_machine() -> None:
         assert picture.stat().st_size < 150_000, picture.name
 
 
-def test_the_pages_show_the_committed_results(report) -> None:
-    results = json.loads(RESULTS.read_text())
-    page, readme = (REPOSITORY / "docs" / "results.md").read_text(), (REPOSITORY / "README.md").read_text()
-    assert report.with_table(page, report.results_tables(results)) == page
-    assert report.with_summary(readme, report.readme_table(results)) == readme
-
-
 def test_control_a_changed_result_is_noticed(report) -> None:
     results = json.loads(RESULTS.read_text())
     before = [made(results) for made in (report.results_tables, report.readme_table)]

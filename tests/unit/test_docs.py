@@ -24,9 +24,6 @@ ORDER = (
     "Citation",
 )
 
-#: The marks that a benchmark's report names, and the page where its tables go between them.
-MARKS = {"BEGIN, END": "docs/results.md", "SUMMARY_BEGIN, SUMMARY_END": "README.md"}
-
 
 # ---- the API ----
 
@@ -136,16 +133,6 @@ def test_links_lead_to_files() -> None:
     assert broken_links("docs/x.md", "[a](using.md#b) [c](nowhere.md) [d](https://e.org)", REPOSITORY) == [
         "docs/x.md: nowhere.md"
     ]
-
-
-def test_every_benchmarks_tables_have_their_place() -> None:
-    sources = "\n".join(path.read_text() for path in (REPOSITORY / "recipes" / "benchmarks").glob("*_report.py"))
-    marks = {name: re.findall(rf'^{name} = "(.+?)", "(.+?)"$', sources, re.MULTILINE) for name in MARKS}
-    assert [len(found) for found in marks.values()] == [4, 2]
-    for name, page in MARKS.items():
-        for begin, end in marks[name]:
-            assert re.search(rf"^{begin}\n(.+\n)+?", read_page(page), re.MULTILINE), begin
-            assert (read_page(page).count(begin), read_page(page).count(end)) == (1, 1)
 
 
 def tree_entries(text: str) -> set[str]:

@@ -368,15 +368,12 @@ def test_committed_results_of_the_benchmark_are_found() -> None:
     assert found == sorted((FOLDER / "results").glob("end_to_end*.json*"))
 
 
-def test_the_pages_show_the_committed_results(recipe) -> None:
-    readme, page = (REPOSITORY / "README.md").read_text(), (REPOSITORY / "docs" / "results.md").read_text()
+def test_the_committed_results_are_small_name_no_machine_and_keep_their_word() -> None:
     for file in (FOLDER / "results").glob(simulation.FILE):
         text = file.read_text()
         found = json.loads(text)
         assert not re.search(r"/home/|/work|/root|/tmp", text) and file.stat().st_size < 500_000
         assert found["schema"] == simulation.SCHEMA and found["result"]["paper_fig12_mean"] == FIGURE_12["paper"]["all"]
-        assert recipe.with_summary(readme, recipe.readme_summary(found)) == readme
-        assert recipe.with_tables(page, recipe.results_tables(found)) == page
         for name in ("fig12", "fig13", "fig14", "fig15", "sensitivity", "explanation"):
             assert (file.parent / f"simulated_{name}.png").stat().st_size < 150_000
         assert found["result"]["least_placed_over_paper_method"] > 1

@@ -1,0 +1,117 @@
+"""README's summary of what was measured of whole training steps: speed-ups, MFU, overhead, convergence. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import end_to_end_report
+import trainer_report
+from end_to_end_cases import WLB
+from end_to_end_report import Launch
+
+#: Launches that shall be measured: what they are called, and the options of ``end_to_end.py`` that make them.
+LAUNCHES = {
+    "pp4_128k_fa2": "--kernel flash-attn-2",
+    "pp4_128k_fa4": "--kernel flash-attn-4",
+    "pp2cp2_128k_fa4": "--pp_size 2 --cp_size 2 --kernel flash-attn-4",
+    "pp4_64k_fa2": "--context_length 65536 --kernel flash-attn-2",
+}
+#: What WLB is compared with, by the name of its speed-up.
+COMPARED = {"speedup": "Plain-4D", "speedup_vs_concat_cut": "Plain-4D that cuts documents"}
+_SPEED_UPS = (
+    "Measured. Speed-ups: tokens per second of whole training steps over the same documents, all systems taking turns "
+    "in one launch (split, context, attention kernel); intervals by resampling its rounds, where there are 3 or more."
+)
+
+Row = tuple[str, str, str, str]
+
+
+def summary(
+    launches: Sequence[Launch] | None, trainer: Mapping[str, Any] | None, convergence: Mapping[str, Any] | None
+) -> str:
+    """The Markdown between the marks of README.md; what is not measured is said in a sentence.
+
+    Args:
+        launches: Of the end-to-end benchmark.
+        trainer: Results of the trainer's benchmark.
+        convergence: Figures of the convergence benchmark: ``convergence_diff``, ``convergence_noise``, and ``on``,
+            where it ran.
+    """
+    speed_ups = [] if launches is None else speed_up_rows(launches)
+    parts: dict[str, list[Row]] = {
+        "MFU": mfu_rows(launches, trainer),
+        "what `WLBTrainer` adds to a bare loop": overhead_rows(trainer),
+        "convergence": convergence_rows(convergence),
+    }
+    figures = {} if launches is None else end_to_end_report.summary(launches)
+    missing = [f"`{label}`" for label in LAUNCHES if "speedup" not in figures.get(label, {}).get(WLB, {})]
+    absent = [f"whole steps against Plain-4D ({', '.join(missing)})"] if missing else []
+    absent += [name for name, found in parts.items() if not found]
+    rows = [*speed_ups, *(row for found in parts.values() for row in found)]
+    lines: list[str] = []
+    if rows:
+        lines = [
+            _SPEED_UPS if speed_ups else "Measured:",
+            "",
+            "| measured | figure | 95% interval | on |",
+            "|---|---|---|---|",
+            *(f"| {' | '.join(row)} |" for row in rows),
+        ]
+    if absent:
+        lines += [""] if lines else []
+        lines.append(f"Not measured in this version: {'; '.join(absent)}.")
+    return "\n".join(lines)
+
+
+def speed_up_rows(launches: Sequence[Launch]) -> list[Row]:
+    """WLB's speed-ups, launch by launch."""
+    best, figures = end_to_end_report.best_launches(launches), end_to_end_report.summary(launches)
+    rows: list[Row] = []
+    for label, launch in best.items():
+        found = figures[label].get(WLB, {})
+        on = f"{trainer_report.where(launch.about)}, {len(launch.rounds)} rounds"
+        rows += [
+            (f"WLB over {other}, `{label}`", f"{found[name]:.3f}x", _interval(found[f"{name}_interval"]), on)
+            for name, other in COMPARED.items()
+            if name in found
+        ]
+    return rows
+
+
+def _interval(ends: Sequence[float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
+
+
+def mfu_rows(launches: Sequence[Launch] | None, trainer: Mapping[str, Any] | None) -> list[Row]:
+    """The highest MFU of WLB's steps, and of the splits of the trainer's benchmark."""
+    rows: list[Row] = []
+    best = {} if launches is None else end_to_end_report.best_launches(launches)
+    figures = {} if launches is None else end_to_end_report.summary(launches)
+    shares = {label: variants[WLB]["mfu"] for label, variants in figures.items() if WLB in variants}
+    known = {label: share for label, share in shares.items() if share is not None}
+    if known:
+        label = max(known, key=lambda label: known[label])
+        where = trainer_report.where(best[label].about)
+        rows.append((f"highest MFU of WLB's steps, `{label}`", f"{known[label]:.1%}", "", where))
+    split = None if trainer is None else trainer_report.best_mfu(trainer)
+    if split is not None:
+        rows.append((f"highest MFU of a split, `{split[0]}`", f"{split[1]:.1%}", "", split[2]))
+    return rows
+
+
+def overhead_rows(trainer: Mapping[str, Any] | None) -> list[Row]:
+    """What the trainer adds to a bare loop."""
+    found = None if trainer is None else trainer_report.trainer_overhead(trainer)
+    return [] if found is None else [("a step of `WLBTrainer` against a bare loop's", f"{found[0]:+.1%}", "", found[1])]
+
+
+def convergence_rows(convergence: Mapping[str, Any] | None) -> list[Row]:
+    """How far the losses are apart, and what of it may be chance."""
+    difference = None if convergence is None else convergence["convergence_diff"]
+    if convergence is None or difference is None:
+        return []
+    noise = convergence["convergence_noise"]
+    chance = "" if noise is None else f" (other initial weights: {noise:.2%})"
+    name = "held-out loss of planned against sequential training, either way"
+    return [(name, f"{difference:.2%}{chance}", "", convergence["on"])]

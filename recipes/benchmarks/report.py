@@ -1,0 +1,311 @@
+"""Every generated table and picture of README.md and docs/, and the figures as one line, from the committed results.
+
+    python recipes/benchmarks/report.py           # renews them; the last line printed is RESULT and JSON
+    python recipes/benchmarks/report.py --check   # writes nothing; exit code 1 if a page shows anything else
+
+Nothing is measured or simulated here: what no results are committed for is null in RESULT, and said in a sentence each
+before it and on the pages. Pictures are not compared: their bytes depend on Matplotlib's version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import context_parallel_report
+import end_to_end_report
+import measured_report
+import packing
+import packing_report
+import simulated_paper
+import trainer_report
+import two_gpus_report
+from end_to_end_timeline import draw_timeline
+from readme_table import REPOSITORY, between_marks, marks
+
+from hf_wlb.analysis.simulation_pictures import draw_all
+
+RESULTS = Path("recipes") / "benchmarks" / "results"
+README, PAGE = "README.md", "docs/results.md"
+SUMMARY = "measured-summary"
+RENEW = "python recipes/benchmarks/report.py"
+
+
+def stored(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The figures that the benchmark wrote into its file."""
+    figures: Mapping[str, Any] = found["result"]
+    return figures
+
+
+def end_to_end_figures(launches: Sequence[end_to_end_report.Launch]) -> Mapping[str, Any]:
+    """The figures of the launches with the most rounds."""
+    return end_to_end_report.result(end_to_end_report.summary(launches))
+
+
+def draw_timelines(launches: Sequence[end_to_end_report.Launch], folder: Path) -> None:
+    """Timelines of launches, where there is one already: ``end_to_end.py --pictures`` makes the first."""
+    for label, launch in end_to_end_report.best_launches(launches).items():
+        picture = folder / f"end_to_end_{label}.png"
+        if picture.is_file():
+            draw_timeline(launch, picture)
+
+
+def lazily(module: str, function: str) -> Callable[..., Any]:
+    """A function of a module that is imported when there are results for it."""
+    return lambda *given: getattr(importlib.import_module(module), function)(*given)
+
+
+def convergence_figures(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How far losses are apart; the benchmark's other figures have names that say nothing among others."""
+    figures = lazily("convergence_report", "result")(found)
+    apart = {key: value for key, value in figures.items() if key.startswith("convergence_diff")}
+    return {**apart, "convergence_noise": figures["noise"]}
+
+
+def draw_convergence(found: Mapping[str, Any], folder: Path) -> None:
+    """The loss curves."""
+    lazily("convergence_report", "draw")(found, folder / "convergence.png")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What is made of one results file.
+
+    Attributes:
+        file: In the results folder; it need not be there.
+        command: What makes it.
+        tables: (page, name of the marks on it, Markdown from the results).
+        figures: The benchmark's part of RESULT from the results; None if it has none.
+        keys: What RESULT holds in any case, and the options with which the command measures it.
+        read: The results from the file's text.
+        draw: Renews its pictures in a folder.
+    """
+
+    file: str
+    command: str
+    tables: Sequence[tuple[str, str, Callable[[Any], str]]]
+    figures: Callable[[Any], Mapping[str, Any]] | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[str], Any] = json.loads
+    draw: Callable[[Any, Path], object] | None = None
+
+    @property
+    def script(self) -> str:
+        """The command's program, without its folder."""
+        return next(Path(word).name for word in self.command.split() if word.endswith(".py"))
+
+    def absent(self) -> str:
+        """What stands on the pages without results."""
+        return f"No `{self.file}`, the results of `{self.script}`, is committed in this version."
+
+    def result(self, found: Any | None) -> dict[str, Any]:
+        """Its part of RESULT: figures that are there, and None for those of ``keys`` that are not."""
+        figures = {} if found is None or self.figures is None else self.figures(found)
+        return {**dict.fromkeys(self.keys), **{key: value for key, value in figures.items() if value is not None}}
+
+
+END_TO_END, TRAINER, CONVERGENCE = "end_to_end.jsonl", "trainer.json", "convergence.json"
+_TWO_GPUS = "context_parallel_2gpu.json"
+_SHARDING = "torchrun --nproc_per_node {} recipes/benchmarks/context_parallel.py --lengths FILE"
+_SHARDING_KEYS = (
+    *("share_8kv_short", "share_8kv_long", "share_32kv_short", "share_32kv_long", "regret_max", "choice_agreement"),
+    *("choice_regret_max", "token_skew", "speedup_over_per_sequence", "speedup_over_per_document", "memory_ratio"),
+    "error_ratio",
+)
+_WHOLE_STEPS = {f"speedup_{label}": options for label, options in measured_report.LAUNCHES.items()}
+
+#: Every results file. A new benchmark has its entry here, and marks on its pages.
+BENCHMARKS = (
+    Benchmark(
+        "packing.json",
+        "python recipes/benchmarks/packing.py",
+        (
+            (README, "packing-summary", packing_report.readme_table),
+            (PAGE, "packing-table", packing_report.results_tables),
+        ),
+        draw=packing.draw,
+    ),
+    Benchmark(
+        "context_parallel.json",
+        _SHARDING.format(4),
+        (
+            (README, "context-parallel-summary", context_parallel_report.readme_table),
+            (PAGE, "context-parallel-table", context_parallel_report.results_tables),
+        ),
+        figures=stored,
+        keys=dict.fromkeys(_SHARDING_KEYS, ""),
+    ),
+    Benchmark(
+        _TWO_GPUS,
+        f"{_SHARDING.format(2)} --output {(RESULTS / _TWO_GPUS).as_posix()}",
+        ((PAGE, "context-parallel-2gpu-table", two_gpus_report.results_tables),),
+        figures=two_gpus_report.result,
+        keys={"memory_ratio_2gpu": ""},
+    ),
+    Benchmark(
+        END_TO_END,
+        "python recipes/benchmarks/end_to_end.py --lengths FILE",
+        ((PAGE, "end-to-end-table", end_to_end_report.results_tables),),
+        figures=end_to_end_figures,
+        keys={**_WHOLE_STEPS, **dict.fromkeys(("speedup_vs_concat_cut", "mfu", "planning_share"), "")},
+        read=end_to_end_report.read_launches,
+        draw=draw_timelines,
+    ),
+    Benchmark(
+        TRAINER,
+        "python recipes/benchmarks/trainer.py",
+        ((PAGE, "trainer-table", trainer_report.results_table),),
+        figures=stored,
+        keys={"mfu_best": "", "overhead": ""},
+    ),
+    Benchmark(
+        CONVERGENCE,
+        "python recipes/benchmarks/convergence.py",
+        ((PAGE, "convergence-table", lazily("convergence_report", "results_table")),),
+        figures=convergence_figures,
+        keys={"convergence_diff": ""},
+        draw=draw_convergence,
+    ),
+    Benchmark(
+        "simulated_paper.json",
+        "python recipes/benchmarks/simulated_paper.py",
+        (
+            (README, "paper-summary", simulated_paper.readme_summary),
+            (PAGE, "paper-table", simulated_paper.results_tables),
+        ),
+        draw=draw_all,
+    ),
+)
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The results that are there, by file.
+
+    Raises:
+        ValueError: If one is not what its benchmark writes.
+    """
+    return {
+        benchmark.file: benchmark.read((folder / benchmark.file).read_text(encoding="utf-8"))
+        for benchmark in BENCHMARKS
+        if (folder / benchmark.file).is_file()
+    }
+
+
+def generated(results: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What belongs between the marks: name of the marks -> Markdown, by page.
+
+    Args:
+        results: By file, as ``load`` gives them.
+    """
+    pages: dict[str, dict[str, str]] = {}
+    for benchmark in BENCHMARKS:
+        found = results.get(benchmark.file)
+        for page, name, table in benchmark.tables:
+            pages.setdefault(page, {})[name] = benchmark.absent() if found is None else table(found)
+    pages.setdefault(README, {})[SUMMARY] = summary(results)
+    return pages
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """README's part on whole training steps, of several benchmarks."""
+    convergence = results.get(CONVERGENCE)
+    figures = None
+    if convergence is not None:
+        device = next(iter(convergence["runs"].values()))["device"]
+        figures = {**convergence_figures(convergence), "on": f"1 x {device} a run"}
+    return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures)
+
+
+def renewed(text: str, tables: Mapping[str, str], page: str) -> str:
+    """A page's text with its tables as they belong there.
+
+    Raises:
+        ValueError: If the page lacks marks, or has some that nothing is generated for.
+    """
+    unknown = set(re.findall(r"<!-- (\S+):begin -->", text)) - set(tables)
+    if unknown:
+        raise ValueError(f"{page} has marks that nothing is generated for: {', '.join(sorted(unknown))}")
+    for name, table in tables.items():
+        text = between_marks(text, table, *marks(name), page)
+    return text
+
+
+def differences(root: Path) -> list[str]:
+    """The tables that are not what the committed results give: a sentence for every page with any.
+
+    Args:
+        root: The repository's folder.
+    """
+    sentences = []
+    for page, tables in generated(load(root / RESULTS)).items():
+        text = (root / page).read_text(encoding="utf-8")
+        if renewed(text, tables, page) != text:
+            wrong = [name for name, table in tables.items() if between_marks(text, table, *marks(name), page) != text]
+            sentences.append(f"{page} differs from {RESULTS.as_posix()} in {', '.join(wrong)}: run {RENEW}")
+    return sentences
+
+
+def renew(root: Path) -> list[str]:
+    """Writes pages and pictures; returns the pages that changed."""
+    results = load(root / RESULTS)
+    texts = {page: (root / page).read_text(encoding="utf-8") for page in (README, PAGE)}
+    pages = {page: renewed(texts[page], tables, page) for page, tables in generated(results).items()}
+    for page, text in pages.items():
+        (root / page).write_text(text, encoding="utf-8")
+    for benchmark in BENCHMARKS:
+        if benchmark.draw is not None and benchmark.file in results:
+            benchmark.draw(results[benchmark.file], root / RESULTS)
+    return [page for page, text in pages.items() if text != texts[page]]
+
+
+def result(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The RESULT line.
+
+    Raises:
+        ValueError: If two benchmarks call a figure the same.
+    """
+    line: dict[str, Any] = {}
+    for benchmark in BENCHMARKS:
+        part = benchmark.result(results.get(benchmark.file))
+        twice = sorted(set(part) & set(line))
+        if twice:
+            raise ValueError(f"{benchmark.file} and another results file both have {', '.join(twice)}: rename one")
+        line |= part
+    return line
+
+
+def not_measured(line: Mapping[str, Any]) -> list[str]:
+    """A sentence for every figure that is not there."""
+    return [
+        f"not measured: {key}; `{' '.join([benchmark.command, *options.split()])}` measures it"
+        for benchmark in BENCHMARKS
+        for key, options in benchmark.keys.items()
+        if line[key] is None
+    ]
+
+
+def main(given: Sequence[str] | None = None, root: Path = REPOSITORY) -> int:
+    """Renews or checks; 1 if a page differs, 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page differs from the results")
+    options = parser.parse_args(given)
+    try:
+        found = differences(root) if options.check else [f"renewed: {page}" for page in renew(root)]
+        line = result(load(root / RESULTS))
+    except (ValueError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([*found, *not_measured(line)]))
+    print("RESULT", json.dumps(line), flush=True)
+    return int(options.check and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

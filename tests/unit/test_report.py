@@ -1,0 +1,327 @@
+"""Pages and committed results say the same; what is not measured is said to be, and never invented."""
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.pages import pages, read_page
+from tests.support.source_tree import REPOSITORY
+from tests.unit.test_end_to_end_benchmark import launch_row, step, text_of
+
+FOLDER = REPOSITORY / "recipes" / "benchmarks"
+MODULES = ("report", "measured_report", "trainer_report", "two_gpus_report", "end_to_end", "end_to_end_cases")
+LABEL = "pp2_128k_fa2"
+WANTED = {
+    *("speedup_pp4_128k_fa2", "speedup_pp4_128k_fa4", "speedup_pp2cp2_128k_fa4", "speedup_pp4_64k_fa2"),
+    *("speedup_vs_concat_cut", "mfu", "planning_share", "convergence_diff", "mfu_best", "overhead"),
+}
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    found = {name: __import__(name) for name in MODULES}
+    return SimpleNamespace(main=found["end_to_end"], cases=found["end_to_end_cases"], **found)
+
+
+@pytest.fixture
+def report(modules):
+    return modules.report
+
+
+@pytest.fixture
+def copy(report, tmp_path):
+    """The pages and the results, without pictures, somewhere else."""
+    for page in (report.README, report.PAGE):
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / page, tmp_path / page)
+    (tmp_path / report.RESULTS).mkdir(parents=True)
+    for benchmark in report.BENCHMARKS:
+        source = REPOSITORY / report.RESULTS / benchmark.file
+        if source.is_file():
+            shutil.copy(source, tmp_path / report.RESULTS)
+    return tmp_path
+
+
+@pytest.fixture
+def bare(report, copy):
+    """The pages without any results."""
+    for file in (copy / report.RESULTS).iterdir():
+        file.unlink()
+    return copy
+
+
+def whole_steps(modules, micro_batches: int = 8, rounds: int = 3) -> str:
+    """A launch in which WLB is 3 times as fast as Plain-4D: a results file's text."""
+    about = launch_row(modules)
+    about["settings"]["micro_batches"] = micro_batches
+    units = {"spans": [[0.1 * number for number in range(4 * micro_batches)]] * 2}
+    turns = [(number, *variant) for number in range(rounds) for variant in (("plain-4d", 4.0), ("wlb", 2.0))]
+    return text_of(about, *(step(name, number, seconds, **units) for number, name, seconds in turns))
+
+
+def trainer_run(devices: int, loss: float | None, mfu: float, **options) -> dict:
+    """Four steps of 1,000 tokens, each 2 seconds on the devices together; the first one is not counted."""
+    rows = [
+        {"tokens_per_step": 1000, "tokens_per_second_per_gpu": 500 / devices, "mfu": mfu, "rank_imbalance": 1.25}
+        for _ in range(4)
+    ]
+    if loss is not None:
+        rows = [{**row, "loss": loss - number / 8} for number, row in enumerate(rows)]
+    machine = {"device": "NVIDIA H100", "devices": devices, "attention_kernel": "flash-attn-2"}
+    machine |= {"peak_memory_gib": 61.4, "versions": {"torch": "2.11"}}
+    return {"options": options, "processes": devices, "seconds": 60.0, "steps": rows, "machine": machine}
+
+
+def trainer_results(modules, runs: dict) -> dict:
+    """As ``trainer.py`` writes them."""
+    settings = {"model": "1B", "context_length": 65536, "micro_batches": 4, "steps": 4, "warmups": 1}
+    machine = next((run["machine"] for run in runs.values() if "machine" in run), {})
+    about = {"date": "2026-12-01", "commit": "abc", "lengths": "`x`", "machine": machine}
+    result = modules.trainer_report.result(runs, 1)
+    return {"settings": settings, "environment": about, "runs": runs, "result": result}
+
+
+def overhead_run() -> dict:
+    """On one GPU, steps of the trainer 2% longer."""
+    run = trainer_run(1, None, 0.0)
+    return {**run, "steps": [{"trainer_seconds": 1.02, "bare_seconds": 1.0}] * 4}
+
+
+def two_gpus(modules) -> dict:
+    """Runs of ``trainer.py --gpus 2``."""
+    return {
+        "overhead": overhead_run(),
+        "cp2": trainer_run(2, 9.0, 0.45, cp_size="2", torch_compile="True"),
+        "pp2": trainer_run(2, 9.002, 0.5, pp_size="2", activation_checkpointing="True"),
+        "tp2": trainer_run(2, 9.0005, 0.4, tp_size="2"),
+    }
+
+
+# ---- pages and results ----
+
+
+def test_the_pages_show_the_committed_results(report) -> None:
+    assert report.differences(REPOSITORY) == []
+
+
+def test_every_mark_is_one_that_tables_are_generated_for(report) -> None:
+    made = {(page, name) for page, tables in report.generated({}).items() for name in tables}
+    found = [(page, name) for page in pages() for name in re.findall(r"<!-- (\S+?):\w+ -->", read_page(page))]
+    assert sorted(found) == sorted([*made, *made])  # each has a beginning and an end
+    sources = "\n".join(path.read_text() for path in FOLDER.glob("*.py"))
+    assert set(re.findall(r'"<!-- ([\w-]+):begin -->"', sources)) <= {name for _, name in made}
+
+
+def test_control_a_changed_page_is_named_and_left_alone(report, copy, capsys) -> None:
+    page = copy / report.PAGE
+    before = page.read_text()
+    page.write_text(before.replace("| steady |  | 1.012 |", "| steady |  | 1.011 |"))
+    changed = page.read_text()
+    assert changed != before and report.main(["--check"], copy) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("docs/results.md differs from recipes/benchmarks/results in packing-table: run python")
+    assert sum("differs" in line for line in printed) == 1 and page.read_text() == changed
+    page.write_text(before)
+    assert report.main(["--check"], copy) == 0 and "differs" not in capsys.readouterr().out
+
+
+def test_control_a_changed_result_is_noticed_on_both_pages(report, copy) -> None:
+    file = copy / report.RESULTS / "packing.json"
+    results = json.loads(file.read_text())
+    results["sources"][results["result"]["lengths"]]["table"][1]["imbalance"] += 0.01
+    file.write_text(json.dumps(results))
+    found = report.differences(copy)
+    assert [sentence.split()[0] for sentence in found] == ["README.md", "docs/results.md"]
+    assert "packing-summary: run" in found[0] and "packing-table: run" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("<!-- packing-table:end -->", "", "docs/results.md has no place for the table"),
+        ("# Results\n", "# Results\n<!-- other:begin -->\n", "docs/results.md has marks that nothing is generated for"),
+    ],
+)
+def test_wrong_marks_are_one_sentence_and_nothing_is_written(report, copy, capsys, old, new, sentence) -> None:
+    page, readme = copy / report.PAGE, copy / report.README
+    page.write_text(page.read_text().replace(old, new, 1))
+    readme.write_text(readme.read_text().replace("| steady |  | 1.012 |", "| steady |  | 1.011 |"))
+    for given in ([], ["--check"]):
+        before = page.read_text(), readme.read_text()
+        assert report.main(given, copy) == 2
+        assert f"Error: {sentence}" in capsys.readouterr().err and before == (page.read_text(), readme.read_text())
+
+
+# ---- RESULT ----
+
+
+def last_line(capsys) -> tuple[list[str], dict]:
+    """(sentences, RESULT)."""
+    *sentences, last = capsys.readouterr().out.rstrip().splitlines()
+    return sentences, json.loads(last.removeprefix("RESULT "))
+
+
+def test_result_has_what_is_asked_for_and_what_the_committed_files_hold(report, capsys) -> None:
+    assert report.main(["--check"]) == 0
+    sentences, result = last_line(capsys)
+    committed = json.loads((REPOSITORY / report.RESULTS / "context_parallel.json").read_text())["result"]
+    assert set(result) >= WANTED | set(committed) and committed.items() <= result.items()
+    missing = {sentence.split("; ")[0].removeprefix("not measured: ") for sentence in sentences}
+    assert missing == {key for key, value in result.items() if value is None}
+
+
+def test_without_results_everything_is_null_and_said(report, bare, capsys) -> None:
+    assert report.main([], bare) == 0
+    sentences, result = last_line(capsys)
+    assert set(result) >= WANTED and set(result.values()) == {None}
+    said = [sentence for sentence in sentences if sentence.startswith("not measured: ")]
+    assert len(said) == len(result)
+    kernel = "--kernel flash-attn-4` measures it"
+    assert any(line.startswith("not measured: speedup_pp2cp2_128k_fa4; ") and line.endswith(kernel) for line in said)
+    page, readme = (bare / report.PAGE).read_text(), (bare / report.README).read_text()
+    assert page.count("is committed in this version.") == 7
+    assert "No `trainer.json`, the results of `trainer.py`, is committed" in page
+    assert "Not measured in this version: whole steps against Plain-4D (`pp4_128k_fa2`, " in readme
+    assert report.main(["--check"], bare) == 0
+
+
+def test_results_that_come_later_are_shown_without_a_word(modules, report, bare, capsys, monkeypatch) -> None:
+    folder = bare / report.RESULTS
+    (folder / "end_to_end.jsonl").write_text(whole_steps(modules))
+    (folder / "trainer.json").write_text(json.dumps(trainer_results(modules, two_gpus(modules))))
+    (folder / "convergence.json").write_text(json.dumps({"difference": 0.0125, "runs": {"a": {"device": "GPU"}}}))
+    convergence = SimpleNamespace(
+        result=lambda found: {"convergence_diff": found["difference"], "noise": 0.02, "steps": 7},
+        results_table=lambda found: f"| losses | {found['difference']} |",
+    )
+    monkeypatch.setitem(sys.modules, "convergence_report", convergence)
+    drawn: list[str] = []
+    recorded = [
+        replace(benchmark, draw=lambda found, place, file=benchmark.file: drawn.append(file))
+        for benchmark in report.BENCHMARKS
+    ]
+    monkeypatch.setattr(report, "BENCHMARKS", tuple(recorded))
+    assert report.main([], bare) == 0
+    sentences, result = last_line(capsys)
+    assert {"renewed: README.md", "renewed: docs/results.md"} <= set(sentences)
+    assert (result[f"speedup_{LABEL}"], result["convergence_diff"], result["overhead"]) == (3.0, 0.0125, 0.02)
+    assert result["convergence_noise"] == 0.02 and "steps" not in result
+    assert (result["mfu"], result["mfu_best"], result["speedup_vs_concat_cut"]) == (0.25, 0.5, None)
+    assert result["tokens_per_second_per_gpu_cp2"] == 250 and result["loss_difference_pipelines"] == 0.002
+    assert drawn == ["end_to_end.jsonl", "trainer.json", "convergence.json"]
+    page, readme = (bare / report.PAGE).read_text(), (bare / report.README).read_text()
+    assert f"**{LABEL}**, 3 rounds" in page and "| losses | 0.0125 |" in page and "| pp2 | 50.0% |" in page
+    assert "either way | 1.25% (other initial weights: 2.00%) |  | 1 x GPU a run |" in readme
+    assert report.main(["--check"], bare) == 0
+
+
+def test_two_figures_of_one_name_are_refused(report, copy, monkeypatch, capsys) -> None:
+    other = replace(report.BENCHMARKS[1], file="other.json", tables=())
+    monkeypatch.setattr(report, "BENCHMARKS", (*report.BENCHMARKS, other))
+    assert report.main(["--check"], copy) == 2
+    assert "other.json and another results file both have choice_agreement" in capsys.readouterr().err
+
+
+def test_timelines_are_renewed_where_there_are_some(modules, report, tmp_path) -> None:
+    launches = modules.report.end_to_end_report.read_launches(whole_steps(modules, micro_batches=2))
+    report.draw_timelines(launches, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / f"end_to_end_{LABEL}_m2.png").touch()
+    report.draw_timelines(launches, tmp_path)
+    assert [path.read_bytes()[:4] for path in tmp_path.iterdir()] == [b"\x89PNG"]
+
+
+# ---- README's summary ----
+
+
+def test_the_summary_by_hand(modules, report) -> None:
+    launches = report.end_to_end_report.read_launches(whole_steps(modules))
+    trainer = trainer_results(modules, two_gpus(modules))
+    convergence = {"convergence_diff": 0.003, "convergence_noise": None, "on": "1 x GPU"}
+    text = modules.measured_report.summary(launches, trainer, convergence)
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows] == [
+        "measured",
+        f"WLB over Plain-4D, `{LABEL}`",
+        f"highest MFU of WLB's steps, `{LABEL}`",
+        "highest MFU of a split, `pp2`",
+        "a step of `WLBTrainer` against a bare loop's",
+        "held-out loss of planned against sequential training, either way",
+    ]
+    assert rows[1][1:] == ["3.000x", "3.000 to 3.000", "2 x GPU, 3 rounds"]
+    assert [row[1].strip() for row in rows[2:]] == ["25.0%", "50.0%", "+2.0%", "0.30%"]
+    assert [row[-1] for row in rows[2:]] == ["2 x GPU", "2 x NVIDIA H100", "1 x NVIDIA H100", "1 x GPU"]
+    last = text.splitlines()[-1]  # two stages are none of the launches that are asked for
+    assert last.startswith("Not measured in this version: whole steps") and last.endswith("`pp4_64k_fa2`).")
+
+
+def test_the_summary_has_no_interval_for_few_rounds_and_says_what_is_missing(modules, report) -> None:
+    launches = report.end_to_end_report.read_launches(whole_steps(modules, rounds=2))
+    text = modules.measured_report.summary(launches, None, None)
+    assert f"| WLB over Plain-4D, `{LABEL}` | 3.000x |  | 2 x GPU, 2 rounds |" in text
+    assert text.endswith("; what `WLBTrainer` adds to a bare loop; convergence.")
+    nothing = {"convergence_diff": None, "convergence_noise": None, "on": ""}
+    alone = modules.measured_report.summary(None, None, None)
+    assert modules.measured_report.summary(None, None, nothing) == alone
+    trainer = modules.measured_report.summary(None, trainer_results(modules, two_gpus(modules)), None)
+    assert trainer.startswith("Measured:\n\n| measured |") and text.startswith("Measured. Speed-ups: tokens per second")
+    assert "\n" not in alone and alone.startswith("Not measured in this version: ") and "; MFU; " in alone
+
+
+# ---- the trainer's table ----
+
+
+def test_the_trainers_table_of_two_gpus(modules) -> None:
+    table = modules.trainer_report.results_table(trainer_results(modules, two_gpus(modules)))
+    assert "bfloat16, 2 x NVIDIA H100, attention kernel `flash-attn-2`" in table  # though one GPU ran first
+    assert "| cp2 | 45.0% | 250 | 2.00 | 1.250 | 61 | no | yes |\n| pp2 | 50.0% | 250 |" in table
+    assert "On 1 x NVIDIA H100 a step of `WLBTrainer` takes +2.0% against" in table
+    assert "step is at most 0.002 off that of `cp2`, and those of other splits, which add up in another order" in table
+    assert "order, at most 0.0005. torch 2.11; 2026-12-01, commit abc" in table
+
+
+def test_the_trainers_table_without_overhead_pipelines_or_a_run(modules) -> None:
+    runs = {"fsdp2": {"options": {}, "processes": 2, "seconds": 3.0, "problem": "out of memory"}}
+    runs["cp2"] = trainer_run(2, 9.0, 0.45, cp_size="2")
+    results = trainer_results(modules, runs)
+    assert results["result"]["overhead"] is None
+    table = modules.trainer_report.results_table(results)
+    assert "What `WLBTrainer` adds to a bare loop was not measured. `fsdp2` failed. torch 2.11;" in table
+    assert "the loss of a pipeline's" not in table and "| fsdp2 |" not in table
+    assert modules.trainer_report.loss_differences(runs) == {}
+    only = {"pp2": trainer_run(2, 9.0, 0.5, pp_size="2"), "tp2": {**trainer_run(2, None, 0.4), "steps": []}}
+    assert "the loss of a pipeline's" not in modules.trainer_report.results_table(trainer_results(modules, only))
+    alone = trainer_results(modules, {"overhead": overhead_run()})
+    assert "bfloat16, 1 x NVIDIA H100" in modules.trainer_report.results_table(alone)
+
+
+# ---- context parallelism on two GPUs ----
+
+
+def test_parts_of_the_context_parallel_benchmark_are_shown(report, modules) -> None:
+    results = json.loads((REPOSITORY / report.RESULTS / "context_parallel.json").read_text())
+    whole = modules.two_gpus_report.results_tables(results)
+    assert whole.startswith(report.context_parallel_report.results_tables(results))
+    for part in results["kv_heads"].values():
+        contexts = part["contexts"]
+        part.clear()
+        part["contexts"] = contexts
+    results["settings"]["cp_size"] = 2
+    results["result"] = {"memory_ratio": 0.98, "regret_max": None}
+    table = modules.two_gpus_report.results_tables(results)
+    assert whole.endswith(table.partition("KV heads,")[2]) and "2 x NVIDIA H200" in table
+    assert "| 8 | automatic groups, kept | 8.03 | 102.51 | 1.695 | 2,866 |" in table
+    assert table.count("\n| 8 | ") == table.count("\n| 32 | ") == 10
+    assert modules.two_gpus_report.result(results) == {"memory_ratio_2gpu": 0.98}
+    for part in results["kv_heads"].values():
+        part["contexts"]["memory"] = None
+    assert "| 8 | automatic groups, kept | 8.03 | 102.51 |  |  |" in modules.two_gpus_report.results_tables(results)
+    results["kv_heads"] = {"8": {}}
+    with pytest.raises(ValueError, match="neither cases nor contexts"):
+        modules.two_gpus_report.results_tables(results)

@@ -51,7 +51,12 @@ def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = No
         )
 
 
-def verify_settings(settings: Mapping[str, object], group: dist.ProcessGroup | None = None, place: str = "") -> None:
+def verify_settings(
+    settings: Mapping[str, object],
+    group: dist.ProcessGroup | None = None,
+    place: str = "",
+    of_place: Mapping[str, object] | None = None,
+) -> None:
     """Compare settings over all ranks, each by its text; every rank of the group must call this together.
 
     Meant for the beginning: costs more than ``verify_agreement``.
@@ -60,6 +65,7 @@ def verify_settings(settings: Mapping[str, object], group: dist.ProcessGroup | N
         settings: The same names on every rank, as the user knows them.
         group: The ranks to compare; all of them by default.
         place: This rank's, for the error: ``ParallelMesh.place``.
+        of_place: Further ones, that only ranks with the same ``place`` must share: stages have layers of their own.
 
     Raises:
         RuntimeError: On every rank alike, if some differ; it names each of these, its values and the ranks that hold
@@ -67,18 +73,25 @@ def verify_settings(settings: Mapping[str, object], group: dist.ProcessGroup | N
 
     >>> verify_settings({"full_determinism": True})
     """
-    told = gather_objects((place, {name: str(value) for name, value in settings.items()}), group)
+    own, apart = dict(settings), of_place or {}
+    told = gather_objects((place, {name: str(value) for name, value in {**own, **apart}.items()}), group)
     places, given = [found for found, _ in told], [found for _, found in told]
     differing = [
-        f"{name} ({by_rank(values, places)})"
-        for name in settings
-        if len(set(values := [of_rank.get(name) for of_rank in given])) > 1
+        f"{name} ({by_rank({rank: given[rank].get(name) for rank in ranks}, places)})"
+        for name, together in [*((name, False) for name in own), *((name, True) for name in apart)]
+        for ranks in _together(places if together else [""] * len(places))
+        if len({given[rank].get(name) for rank in ranks}) > 1
     ]
     if differing:
         raise RuntimeError(
             f"The ranks do not agree on {', '.join(differing)}. They compute every micro-batch together: give all of "
             "them the same arguments and the same model."
         )
+
+
+def _together(places: Sequence[str]) -> list[list[int]]:
+    """The ranks of every place."""
+    return [[rank for rank, found in enumerate(places) if found == place] for place in dict.fromkeys(places)]
 
 
 @contextlib.contextmanager

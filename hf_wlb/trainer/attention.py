@@ -61,7 +61,8 @@ class TrainerAttention:
             "deterministic": args.full_determinism,
         }
         if mesh.cp_size > 1:
-            verify_settings(self._compared(args, layers, requests, settings["regather"]), place=mesh.place)
+            compared, of_stage = self._compared(args, layers, requests, settings["regather"])
+            verify_settings(compared, place=mesh.place, of_place=of_stage)
             settings["exchange"] = ProcessGroupExchange(mesh.cp_group)
         # Layers that need different kernels choose for themselves in every call.
         for_all = chosen[0] if len(self.kernels) == 1 else None
@@ -75,20 +76,25 @@ class TrainerAttention:
         layers: Sequence[LayerAttention],
         requests: Sequence[KernelRequest],
         regather: bool,
-    ) -> dict[str, object]:
-        """What must be the same: else ranks would exchange other things, or at other times, and wait for ever."""
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        """What must be the same: else ranks would exchange other things, or at other times, and wait for ever.
+
+        The second ones only within a pipeline stage: stages need not have as many layers, or layers of the same kinds.
+        """
         shapes = Counter(layer.shape for layer in layers)
         types = dict.fromkeys(str(request.dtype).removeprefix("torch.") for request in requests)
-        return {
+        everywhere = {
             "gradient_checkpointing": bool(args.gradient_checkpointing),
             "regather_key_values": regather,
             "kv_head_groups": args.kv_head_groups,
             "full_determinism": args.full_determinism,
-            "attention_kernel": " and ".join(self.kernels),
             "the type to train in, by bf16, fp16 and the model": " and ".join(types),
             "bf16_full_eval": args.bf16_full_eval,
             "fp16_full_eval": args.fp16_full_eval,
             "label_smoothing_factor": args.label_smoothing_factor,
+        }
+        return everywhere, {
+            "attention_kernel": " and ".join(self.kernels),
             "the model's attention": ", ".join(f"{count} layers of {shape}" for shape, count in shapes.items()),
         }
 

@@ -115,6 +115,9 @@ def blocks(rank: int, world_size: int) -> list[str]:
         one_fails()
     verify_settings({"a": 1, "b": "c"})
     found.append(told(lambda: verify_settings({"a": 1, "b": rank % 2, "c": rank})))
+    place = f"stage {rank % 2}"
+    verify_settings({"a": 1}, place=place, of_place={"layers": rank % 2})  # stages need not be alike
+    found.append(told(lambda: verify_settings({"a": 1}, place=place, of_place={"layers": rank})))
     return found
 
 
@@ -125,6 +128,8 @@ def test_three_ranks() -> None:
     assert ranks[0][1] == "ValueError: no 0" and ranks[2][1] == "ValueError: no 2" and ranks[1][1].startswith(others)
     differing = "b (ranks 0, 2 have 0; rank 1 has 1), c (rank 0 has 0; rank 1 has 1; rank 2 has 2)"
     assert all(rank[2].startswith(f"RuntimeError: The ranks do not agree on {differing}. They") for rank in ranks)
+    differing = "layers (rank 0 (stage 0) has 0; rank 2 (stage 0) has 2)"
+    assert all(rank[3].startswith(f"RuntimeError: The ranks do not agree on {differing}. They") for rank in ranks)
 
 
 # ---- loops of one's own ----

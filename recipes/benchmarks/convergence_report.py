@@ -1,0 +1,295 @@
+"""How the convergence benchmark is shown: the RESULT line, the table of docs/results.md, the picture. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from readme_table import between_marks
+
+BEGIN, END = "<!-- convergence-table:begin -->", "<!-- convergence-table:end -->"
+PLAIN, DEFAULT, PAPER = "sequential", "steady", "wlb"
+LAST_SHARE = 0.1  # of the tokens, that the final training loss is a mean over
+POINTS = 120  # of a smoothed curve, each the mean over as many tokens
+ALLOWED = 0.005
+
+#: What the results hold, in words; in the JSON file too.
+COLUMNS = {
+    "loss": "a value a step: the mean loss over its tokens",
+    "tokens": "a value a step: tokens trained in it",
+    "evaluations": "steps done, tokens trained by then, mean loss over the tokens of the held-out documents, which are "
+    "packed in the same way for all runs",
+    "packing": "the run's PackingReport, steps after the end of the data left out: delay is in steps a token, "
+    "token_variation the standard deviation of the tokens per step over their mean",
+    "delayed_share": "of the tokens trained, those whose document waited for at least one step",
+    "convergence_diff": "how far the held-out loss at the end is from that of the sequential run, as a share of it",
+    "noise": "the same for sequential runs from other initial weights, the largest",
+}
+
+#: What is the same for all runs, by where it goes.
+_REPEATED = ("schema", "settings", "fingerprint")
+
+Figures = NDArray[np.float64]
+
+
+def without_repetition(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's file without what the results say once for all runs."""
+    return {name: value for name, value in run.items() if name not in _REPEATED}
+
+
+def json_text(results: Mapping[str, Any]) -> str:
+    """The results as JSON, a line for every run and every other part.
+
+    >>> print(json_text({"schema": "1", "runs": {"a": {"loss": [1.0]}}}))
+    {
+     "schema": "1",
+     "runs": {
+      "a": {"loss": [1.0]}
+     }
+    }
+    """
+    runs = ",\n".join(f"  {json.dumps(name)}: {json.dumps(run)}" for name, run in results.get("runs", {}).items())
+    parts = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in results.items() if name != "runs"]
+    return "{\n" + ",\n".join([*parts, ' "runs": {\n' + runs + "\n }"]) + "\n}"
+
+
+# ---- figures ----
+
+
+def held_out_loss(run: Mapping[str, Any]) -> float:
+    """At the end."""
+    return float(run["evaluations"][-1][2])
+
+
+def training_loss(run: Mapping[str, Any]) -> float:
+    """Mean over the last tenth of the tokens trained."""
+    tokens, losses = np.array(run["tokens"], dtype=float), np.array(run["loss"], dtype=float)
+    last = np.cumsum(tokens) > (1 - LAST_SHARE) * tokens.sum()
+    return float(np.average(losses[last], weights=tokens[last]))
+
+
+def is_noise(name: str) -> bool:
+    """Whether a run is a plain one from other initial weights."""
+    return name.startswith(f"{PLAIN}, ")
+
+
+def difference(runs: Mapping[str, Any], name: str, loss: Any = held_out_loss) -> float | None:
+    """A run's loss over that of the plain run, minus 1; None where one of them is not there."""
+    if name not in runs or PLAIN not in runs:
+        return None
+    return float(loss(runs[name]) / loss(runs[PLAIN]) - 1)
+
+
+def noise(runs: Mapping[str, Any], loss: Any = held_out_loss) -> float | None:
+    """The largest difference, either way, of plain runs from other weights; None without any."""
+    found = [abs(value) for name in runs if is_noise(name) and (value := difference(runs, name, loss)) is not None]
+    return max(found, default=None)
+
+
+def is_complete(results: Mapping[str, Any]) -> bool:
+    """Whether the table can be made: the plain run and one to compare it with are there."""
+    return PLAIN in results["runs"] and any(name in results["runs"] for name in (DEFAULT, PAPER))
+
+
+def result(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The RESULT line; None for what is not there yet."""
+    runs = results["runs"]
+
+    def apart(name: str, loss: Any = held_out_loss) -> float | None:
+        found = difference(runs, name, loss)
+        return None if found is None else round(abs(found), 6)
+
+    def packing(name: str, figure: str) -> float | None:
+        return runs[name]["packing"][figure] if name in runs else None
+
+    largest, largest_training = noise(runs), noise(runs, training_loss)
+    found: dict[str, Any] = {
+        "convergence_diff": apart(DEFAULT),
+        "convergence_diff_wlb": apart(PAPER),
+        "noise": None if largest is None else round(largest, 6),
+        "convergence_diff_training": apart(DEFAULT, training_loss),
+        "convergence_diff_training_wlb": apart(PAPER, training_loss),
+        "noise_training": None if largest_training is None else round(largest_training, 6),
+    }
+    for label, name in (("", DEFAULT), ("_wlb", PAPER)):
+        found |= {
+            f"delay_mean{label}": packing(name, "delay"),
+            f"delay_worst{label}": packing(name, "delay_worst"),
+            f"delayed_share{label}": runs[name]["delayed_share"] if name in runs else None,
+            f"token_variation{label}": packing(name, "token_variation"),
+            f"imbalance{label}": packing(name, "imbalance"),
+        }
+    return {
+        **found,
+        "token_variation_sequential": packing(PLAIN, "token_variation"),
+        "imbalance_sequential": packing(PLAIN, "imbalance"),
+        "steps": len(runs[PLAIN]["loss"]) if PLAIN in runs else None,
+        "tokens": sum(runs[PLAIN]["tokens"]) if PLAIN in runs else None,
+        "loss_sequential": round(held_out_loss(runs[PLAIN]), 5) if PLAIN in runs else None,
+        "runs": len(runs),
+    }
+
+
+def smoothed(run: Mapping[str, Any], points: int = POINTS) -> list[tuple[float, float]]:
+    """(tokens trained, mean loss over the tokens around), of so many parts of about as many tokens.
+
+    >>> smoothed({"tokens": [10, 10, 10, 10], "loss": [4.0, 2.0, 2.0, 1.0]}, points=2)
+    [(20.0, 3.0), (40.0, 1.5)]
+    """
+    tokens, losses = np.array(run["tokens"], dtype=float), np.array(run["loss"], dtype=float)
+    ends = np.cumsum(tokens)
+    part = np.minimum(((ends - tokens / 2) / ends[-1] * points).astype(int), points - 1)
+    return [
+        (float(ends[part == number].max()), float(np.average(losses[part == number], weights=tokens[part == number])))
+        for number in range(points)
+        if (part == number).any()
+    ]
+
+
+def differences(runs: Mapping[str, Any], name: str) -> tuple[Figures, Figures]:
+    """(tokens, held-out loss over the plain run's at as many tokens, minus 1, in percent), at every evaluation.
+
+    Between its own evaluations the plain run's loss is taken to change as a straight line over the logarithm of tokens.
+    """
+    own, plain = (np.array(runs[run]["evaluations"], dtype=float) for run in (name, PLAIN))
+    expected = np.interp(np.log(own[:, 1]), np.log(plain[:, 1]), plain[:, 2])
+    return own[:, 1], 100 * (own[:, 2] / expected - 1)
+
+
+# ---- shown ----
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.2%}"
+
+
+def _row(name: str, runs: Mapping[str, Any]) -> str:
+    run = runs[name]
+    packing = run["packing"]
+    other = name != PLAIN
+    cells = (
+        name,
+        f"{len(run['loss']):,}",
+        f"{sum(run['tokens']) / 1e6:.1f}M",
+        f"{packing['delay']:.2f}",
+        f"{packing['delay_worst']:.0f}",
+        f"{run['delayed_share']:.0%}",
+        f"{packing['token_variation']:.1%}",
+        f"{packing['imbalance']:.2f}",
+        f"{training_loss(run):.4f}",
+        f"{held_out_loss(run):.4f}",
+        _signed(difference(runs, name)) if other else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def results_table(results: Mapping[str, Any]) -> str:
+    """The table of docs/results.md and what it says.
+
+    Raises:
+        ValueError: If the plain run, or any to compare it with, is not there.
+    """
+    runs, settings, texts, about = (results[part] for part in ("runs", "settings", "documents", "environment"))
+    if not is_complete(results):
+        raise ValueError(f"The results hold no run {PLAIN!r} with another to compare: run the benchmark first.")
+    machine = runs[PLAIN]
+    largest = noise(runs)
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = [
+        "| run | steps | tokens | mean delay, steps | longest | tokens delayed | tokens per step, variation | "
+        "imbalance | training loss, last 10% | held-out loss | against sequential |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *(_row(name, runs) for name in runs),
+        "",
+        f"A Llama of {machine['parameters'] / 1e6:.1f}M parameters, one pass over {texts['documents']:,} Python source "
+        f"files ({texts['tokens'] / 1e6:.1f}M tokens of a byte-level BPE of {settings['vocabulary']:,}; median file "
+        f"{texts['median']:,} tokens, longest {texts['longest']:,}: lengths of files have a long tail by nature), "
+        f"{texts['held_out'][0]:,} other files held out. {settings['micro_batches']} micro-batches a step of "
+        f"{settings['context_length']:,} tokens on average, longer files split; packed as for {settings['pp_size']} "
+        f"pipeline stages, with attention as costly as the rest at {settings['crossover']:,.0f} tokens, so that a "
+        "document of a whole micro-batch weighs as much as one of 128K tokens does in a 7B model. Sequential packing "
+        f"fills micro-batches of up to {texts['sequential_context']:,} tokens, which gives the same "
+        "tokens a step. All runs train the same documents once, with the same learning rate over the run.",
+        "",
+        _verdict(results, largest),
+        "",
+        "![Loss curves over each other, and held-out losses against sequential](../recipes/benchmarks/results/"
+        "convergence.png)",
+        "",
+        f"{machine['device']}, attention kernel `{machine['attention_kernel']}`. {versions}; {about['date']}, commit "
+        f"{about['commit']}; `{about['command']}`.",
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(results: Mapping[str, Any], largest: float | None) -> str:
+    runs = results["runs"]
+    found = [(name, value) for name in (DEFAULT, PAPER) if (value := difference(runs, name)) is not None]
+    shown = " and ".join(f"`{name}` ends {value:+.2%}" for name, value in found)
+    within = all(abs(value) <= ALLOWED for _, value in found)
+    against = "" if largest is None else f"; sequential runs from other initial weights are up to {largest:.2%} apart"
+    verdict = "within" if within else "not within"
+    return f"On held-out documents {shown} from sequential packing, {verdict} {ALLOWED:.1%}{against}."
+
+
+def with_table(page: str, table: str) -> str:
+    """The text of docs/results.md with another table."""
+    return between_marks(page, table, BEGIN, END)
+
+
+def draw(results: Mapping[str, Any], png: str | Path) -> Path:
+    """Draws the loss curves over each other, and how far held-out losses are from those of the plain run.
+
+    Raises:
+        ValueError: If the plain run, or any to compare it with, is not there.
+    """
+    from hf_wlb.plots.style import GREY, INK, new_figure, packer_colours, save
+
+    runs = results["runs"]
+    if not is_complete(results):
+        raise ValueError(f"The results hold no run {PLAIN!r} with another to compare: run the benchmark first.")
+    names = [name for name in (PLAIN, PAPER, DEFAULT) if name in runs]
+    colours = packer_colours(names)
+    seeds = [name for name in runs if is_noise(name)]
+    figure, (left, right) = new_figure(10.6, 4.4, 2, "The same documents, in order and delayed: what a model learns")
+    for axes in (left, right):
+        axes.grid(axis="y", color="#E4E4E4", linewidth=0.7)
+        axes.set_xlabel("tokens trained, millions", fontsize=10.5)
+    for number, name in enumerate(seeds):
+        label = "sequential, other initial weights" if number == 0 else None
+        left.plot(*_millions(smoothed(runs[name])), color="#B8B8B8", linewidth=1.2, label=label, zorder=2)
+    for name, style in zip(names, ("-", "--", ":"), strict=False):
+        delay = runs[name]["packing"]["delay"]
+        text = name if name == PLAIN else f"{name}, mean delay {delay:.2f} steps"
+        left.plot(*_millions(smoothed(runs[name])), color=colours[name], ls=style, linewidth=1.9, label=text, zorder=3)
+    left.set_ylabel("training loss", fontsize=10.5)
+    left.set_title("Training loss, smoothed", fontsize=11, color=INK)
+    left.legend(frameon=False, fontsize=9.5)
+    right.axhline(0, color=colours[PLAIN], linewidth=1.9, label=PLAIN, zorder=2)
+    if seeds:
+        _draw_noise(right, [differences(runs, name) for name in seeds])
+    for name in names[1:]:
+        tokens, values = differences(runs, name)
+        right.plot(tokens / 1e6, values, "o-", color=colours[name], linewidth=1.9, ms=4, label=name, zorder=3)
+    for limit in (-100 * ALLOWED, 100 * ALLOWED):
+        right.axhline(limit, color=GREY, linestyle="--", linewidth=1.0, zorder=1)
+    right.set_ylabel("held-out loss against sequential, %", fontsize=10.5)
+    right.set_title(f"Held-out loss; dashed: {ALLOWED:.1%} either way", fontsize=11, color=INK)
+    right.legend(fontsize=9.5, edgecolor="none", framealpha=0.85)
+    return save(figure, png)
+
+
+def _millions(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [tokens / 1e6 for tokens, _ in points], [loss for _, loss in points]
+
+
+def _draw_noise(axes: Any, found: Sequence[tuple[Figures, Figures]]) -> None:
+    """A band as wide as plain runs from other weights are apart, either way."""
+    tokens = found[0][0]
+    widest = np.max([np.abs(np.interp(tokens, *pair)) for pair in found], axis=0)
+    label = "sequential, other initial weights"
+    axes.fill_between(tokens / 1e6, -widest, widest, color="#D8D8D8", linewidth=0, label=label, zorder=0)

@@ -146,7 +146,9 @@ class WLBTrainingArguments(TrainingArguments):
         None, "For the MFU: what a device can do in the type that is trained in; default: known for H100 and H200."
     )
     kv_head_groups: int | None = _option(
-        None, "Context parallelism: groups of heads to exchange keys and values in; default: by how much is exchanged."
+        None,
+        "Context parallelism: groups of heads to exchange keys and values in; default: by how much is exchanged, in "
+        "backward by the memory it takes.",
     )
     regather_key_values: bool | None = _option(
         None,
@@ -365,6 +367,7 @@ class WLBTrainingArguments(TrainingArguments):
             micro_batches_per_replica=self.gradient_accumulation_steps,
             dp_size=dp_size,
             pp_size=max(self.pp_size, self.plan_pp_size),
+            sharded_parameters=self.shard_parameters,
             packer=self.packer,  # type: ignore[arg-type]  # checked by PackingConfig
             max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
             max_document_tokens=self.max_document_tokens,

@@ -70,6 +70,45 @@ def read_lengths(
     return _from_text(data, tokenizer, text_column, split, max_documents, num_proc)
 
 
+@dataclass(frozen=True)
+class LongerDocuments:
+    """Documents longer than what stays whole, and what becomes of them.
+
+    Attributes:
+        limit: Tokens that stay whole.
+        documents: All documents with tokens.
+        longer: Those above the limit.
+        pieces: What these are split into, each of ``limit`` tokens, the last one of a document shorter.
+    """
+
+    limit: int
+    documents: int
+    longer: int
+    pieces: int
+
+    def __str__(self) -> str:
+        if not self.longer:
+            return f"none of {self.documents:,} documents is longer than the context of {self.limit:,} tokens"
+        return (
+            f"{self.longer:,} of {self.documents:,} documents are longer than the context and are split at every "
+            f"{self.limit:,} tokens into {self.pieces:,} pieces in all, which do not attend to one another"
+        )
+
+
+def longer_documents(lengths: LengthArray, limit: int) -> LongerDocuments:
+    """Counts documents that the packers' reader splits at ``limit`` tokens.
+
+    Args:
+        lengths: Tokens per document, shape ``(documents,)``.
+        limit: Tokens that stay whole, at least 1.
+
+    >>> longer_documents(np.array([4, 10, 25, 0]), 10)
+    LongerDocuments(limit=10, documents=3, longer=1, pieces=3)
+    """
+    longer = lengths[lengths > limit]
+    return LongerDocuments(int(limit), int((lengths > 0).sum()), len(longer), int((-(-longer // limit)).sum()))
+
+
 def holds_lengths(path: Path) -> bool:
     """Whether a file looks like a list of lengths: a .npy array, a JSON list of numbers, or a number a line."""
     if not path.is_file():

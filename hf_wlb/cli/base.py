@@ -77,8 +77,15 @@ def progress(first: str) -> Iterator[Callable[[str], None]]:
 
 
 def check_folders(*files: Path | None) -> None:
-    """Before anything is computed: can the results be written?"""
+    """Before anything is computed: can the results be written?
+
+    Raises:
+        FileNotFoundError: A file's folder is not there.
+        IsADirectoryError: A file is a folder.
+    """
     for file in files:
+        if file is not None and file.is_dir():
+            raise IsADirectoryError(f"{file} cannot be written: it is a folder; name a file in it")
         if file is not None and not file.parent.is_dir():
             raise FileNotFoundError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
 

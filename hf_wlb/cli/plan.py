@@ -6,17 +6,18 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_wlb.analysis.inputs import STANDARD_LIBRARY, LengthSource, holds_lengths, read_lengths
+from hf_wlb.analysis.inputs import STANDARD_LIBRARY, holds_lengths, longer_documents
 from hf_wlb.analysis.launch_files import OWN_DOCUMENTS, RunFiles, check_free
 from hf_wlb.analysis.plan_tables import plan_tables
 from hf_wlb.cli.base import ProfileFile, app, check_folders, progress, user_errors, write_json
 from hf_wlb.cli.cluster import chosen_cluster, measured_profile, preset_name, shape_or_config
+from hf_wlb.cli.text import ColumnOfText, Data, MaxDocuments, TextOptions, TextSplit, Tokenizer
 from hf_wlb.simulator.cluster import CLUSTERS, Cluster
 from hf_wlb.simulator.plan_result import PlanResult, Prediction
 from hf_wlb.simulator.planner import QUICK, search
@@ -24,14 +25,6 @@ from hf_wlb.simulator.planner import QUICK, search
 Model = Annotated[str, typer.Option(help="Preset (550M, 1B, 7B, 30B, 70B) or folder of a Transformers config.")]
 Gpus = Annotated[int, typer.Option(help="GPUs to train on, all of them.", min=1)]
 Context = Annotated[int, typer.Option(help="Context length: tokens of a micro-batch on average.")]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="A file of lengths (.npy, a JSON list, or one a line), or text: a .txt, .jsonl or .parquet file, a "
-        "folder, a `datasets` name, or `stdlib`. Absent: the built-in sampler of lengths.",
-        show_default=False,
-    ),
-]
 ClusterName = Annotated[str, typer.Option("--cluster", help=f"What GPUs and links do: {', '.join(CLUSTERS)}.")]
 GpusPerNode = Annotated[int | None, typer.Option(help="GPUs that NVLink connects; default: the cluster's.", min=1)]
 MemoryGb = Annotated[
@@ -46,10 +39,6 @@ Quick = Annotated[bool, typer.Option("--quick", help="Few splits and few steps, 
 Output = Annotated[Path, typer.Option(help="Folder for launch.yaml, train.yaml and workload.json.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace such files that are there.")]
 Seed = Annotated[int, typer.Option(help="Of the order of the documents.")]
-Tokenizer = Annotated[str | None, typer.Option(help="For text: name or folder of a tokenizer.")]
-ColumnOfText = Annotated[str | None, typer.Option(help="For text: the column that holds it.")]
-TextSplit = Annotated[str, typer.Option("--text-split", help="For text: the split to read.")]
-MaxDocuments = Annotated[int | None, typer.Option(help="For text: take only the first so many documents.", min=1)]
 Json = Annotated[Path | None, typer.Option("--json", help="Write everything as JSON.")]
 Png = Annotated[Path | None, typer.Option(help="Draw all ways to train.")]
 
@@ -83,7 +72,7 @@ def plan_command(
     check_free(output, overwrite)
     where = chosen_cluster(cluster, gpus_per_node, memory_gb)
     measured = None if profile is None else measured_profile(profile)
-    text = _Text(tokenizer, text_column, text_split, max_documents)
+    text = TextOptions(tokenizer, text_column, text_split, max_documents)
     with progress("reading lengths") as show:
         config = shape_or_config(model)
         source = text.read(data, seed)
@@ -100,10 +89,10 @@ def plan_command(
             seed=seed,
             progress=show,
         )
-    preset = preset_name(model)
+    preset, console = preset_name(model), Console()
     named = preset or Path(model).name
-    console = Console()
-    for part in plan_tables(result, named, source.description, _priced_by(where, profile)):
+    longer = longer_documents(source.lengths, context)
+    for part in plan_tables(result, named, f"{source.description}; {longer}", _priced_by(where, profile)):
         console.print(part)
     given = {"--model": model, "--gpus": gpus, "--context": context, "--data": data, "--cluster": cluster}
     given |= {"--gpus-per-node": gpus_per_node, "--memory-gb": memory_gb, "--micro-batches": micro_batches}
@@ -119,36 +108,10 @@ def plan_command(
     )
     _say_how_to_run(console, files, output, files.write(output, overwrite=overwrite))
     if json_file is not None:
-        write_json(json_file, {"source": source.description, "cluster": asdict(where), **result.to_dict()})
+        about = {"source": source.description, "longer_documents": asdict(longer)}
+        write_json(json_file, {**about, "cluster": asdict(where), **result.to_dict()})
     if png is not None:
         _draw(result, png, f"{named} on {gpus:,} GPUs, context {context:,}")
-
-
-class _Text(NamedTuple):
-    """How text becomes documents."""
-
-    tokenizer: str | None
-    text_column: str | None
-    dataset_split: str
-    max_documents: int | None
-
-    def read(self, data: str | None, seed: int) -> LengthSource:
-        """Lengths of the data."""
-        return read_lengths(
-            data,
-            tokenizer=self.tokenizer,
-            text_column=self.text_column,
-            split=self.dataset_split,
-            max_documents=self.max_documents,
-            seed=seed,
-        )
-
-    def arguments(self) -> dict[str, Any]:
-        """The same for the recipe, what is not given left out."""
-        given = {name: value for name, value in self._asdict().items() if value is not None}
-        if self.dataset_split == "train":
-            del given["dataset_split"]
-        return given
 
 
 def _priced_by(cluster: Cluster, profile: str | None) -> str:

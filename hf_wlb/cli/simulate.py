@@ -7,19 +7,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from hf_wlb.analysis.environment import shown_command
-from hf_wlb.analysis.inputs import read_lengths
+from hf_wlb.analysis.inputs import LongerDocuments, longer_documents
 from hf_wlb.analysis.simulation import FILE, FULL, QUICK, reproduce
 from hf_wlb.analysis.simulation_pictures import draw_all
 from hf_wlb.analysis.simulation_tables import column_legend, paper_tables, system_table
 from hf_wlb.cli.base import ProfileFile, app, check_folders, progress, user_errors, write_json
 from hf_wlb.cli.cluster import chosen_cluster, measured_profile, preset_name, shape_or_config
+from hf_wlb.cli.text import ColumnOfText, Data, MaxDocuments, TextOptions, TextSplit, Tokenizer
 from hf_wlb.simulator.cluster import CLUSTERS
 from hf_wlb.simulator.comparison import BASELINE, Comparison, compare, model_that_fits, typical_timelines
 from hf_wlb.simulator.costs import StepModel
@@ -55,14 +56,6 @@ Recompute = Annotated[
     bool | None,
     typer.Option(
         "--gradient-checkpointing/--no-gradient-checkpointing", help="Default: where it does not fit without."
-    ),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="A file of lengths (.npy, a JSON list, or one a line), or text: a .txt, .jsonl or .parquet file, a "
-        "folder, a `datasets` name, or `stdlib`. Absent: the built-in sampler of lengths.",
-        show_default=False,
     ),
 ]
 Steps = Annotated[int, typer.Option(help="Steps' worth of documents.", min=1)]
@@ -105,6 +98,10 @@ def simulate_command(
     gradient_checkpointing: Recompute = None,
     profile: ProfileFile = None,
     data: Data = None,
+    tokenizer: Tokenizer = None,
+    text_column: ColumnOfText = None,
+    text_split: TextSplit = "train",
+    max_documents: MaxDocuments = None,
     steps: Steps = 60,
     seed: Seed = 0,
     png: Png = None,
@@ -124,6 +121,8 @@ def simulate_command(
     if model is None:
         raise ValueError("Give --model, a preset or the folder of a configuration; or --paper for the paper's models.")
     check_folders(png, trace, json_file)
+    text = TextOptions(tokenizer, text_column, text_split, max_documents)
+    text.check_used(data)
     order = _schedule(schedule, model_chunks, pieces)
     names = _systems(system)
     priced_by = model_that_fits(
@@ -135,11 +134,11 @@ def simulate_command(
         profile=None if profile is None else measured_profile(profile),
     )
     size = pp if micro_batches is None else micro_batches
-    found, source = _compare(priced_by, names, size, order, s_max, data, steps, seed)
+    found, documents = _compare(priced_by, names, size, order, s_max, (text, data), steps, seed)
     heading = _heading(found, preset_name(model) or Path(model).name, size, order)
-    _show(found, source, heading)
+    _show(found, documents, heading)
     if json_file is not None:
-        write_json(json_file, _as_json(found, source, heading))
+        write_json(json_file, _as_json(found, documents, heading))
     _draw(found, order, heading, png, trace)
 
 
@@ -180,22 +179,31 @@ def _systems(names: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys([BASELINE, *(names or SYSTEMS)]))
 
 
+class _Documents(NamedTuple):
+    """What was simulated."""
+
+    source: str
+    longer: LongerDocuments
+
+
 def _compare(
     model: StepModel,
     names: Sequence[str],
     micro_batches: int,
     schedule: ScheduleConfig,
     s_max: int | None,
-    data: str | None,
+    given: tuple[TextOptions, str | None],
     steps: int,
     seed: int,
-) -> tuple[Comparison, str]:
+) -> tuple[Comparison, _Documents]:
     """What the systems make of the documents, and where these are from."""
     with progress("reading lengths") as show:
-        source = read_lengths(data, seed=seed)
-        size = micro_batches * model.split.dp_size
+        text, data = given
+        source = text.read(data, seed)
+        context, size = model.context_length, micro_batches * model.split.dp_size
+        documents = documents_for(source.lengths, steps, context_length=context, micro_batches=size, seed=seed)
         found = compare(
-            documents_for(source.lengths, steps, context_length=model.context_length, micro_batches=size, seed=seed),
+            documents,
             [SYSTEMS[name] for name in names],
             model,
             micro_batches_per_replica=micro_batches,
@@ -203,7 +211,7 @@ def _compare(
             max_tokens_per_micro_batch=s_max,
             tell=show,
         )
-    return found, source.description
+    return found, _Documents(source.description, longer_documents(documents, context))
 
 
 def _heading(found: Comparison, model: str, micro_batches: int, schedule: ScheduleConfig) -> str:
@@ -217,9 +225,10 @@ def _heading(found: Comparison, model: str, micro_batches: int, schedule: Schedu
     )
 
 
-def _show(found: Comparison, source: str, heading: str) -> None:
+def _show(found: Comparison, documents: _Documents, heading: str) -> None:
     console = Console()
-    console.print(Text(f"Lengths: {source}"))
+    console.print(Text(f"Lengths: {documents.source}"))
+    console.print(Text(f"Documents: {documents.longer}"))
     console.print(Text(f"Simulated: {heading}"))
     crossover = found.model.workload.crossover_length
     console.print(Text(f"Attention = linear work at {crossover:,.0f} tokens"))
@@ -236,10 +245,11 @@ def _show(found: Comparison, source: str, heading: str) -> None:
             )
 
 
-def _as_json(found: Comparison, source: str, heading: str) -> dict[str, Any]:
+def _as_json(found: Comparison, documents: _Documents, heading: str) -> dict[str, Any]:
     return {
         "schema": "hf_wlb.simulation/1",
-        "source": source,
+        "source": documents.source,
+        "longer_documents": asdict(documents.longer),
         "simulated": heading,
         "split": asdict(found.model.split),
         "stages": list(found.model.layout.sizes),

@@ -155,8 +155,8 @@ class PackingConfig:
 
     @property
     def step_time(self) -> StepTimeModel:
-        """The step-time model of this layout."""
-        return StepTimeModel(self.pp_size, self.sharded_parameters)
+        """The step-time model of this layout; one replica that shares parameters out waits for no other."""
+        return StepTimeModel(self.pp_size, self.sharded_parameters and self.dp_size > 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; ``PackingConfig.from_dict`` reverses it."""

@@ -7,6 +7,9 @@ import torch
 from hf_wlb.attention.kernels import AttentionKernel, AttentionOptions, Gradients, KernelRequest
 from hf_wlb.attention.segments import Segments
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class NoKernel(AttentionKernel):
     """Returns memory as it finds it: for what surrounds attention."""
@@ -29,7 +32,9 @@ class NoKernel(AttentionKernel):
         """Memory for the output and the log-sum-exp."""
         lse_type = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
-        return out, q.new_empty(q.shape[1], q.shape[0], dtype=lse_type)
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=lse_type)
+        self.fill_results((out, lse), (q, k, v), options)
+        return out, lse
 
     def backward(
         self,
@@ -44,7 +49,15 @@ class NoKernel(AttentionKernel):
         into: Gradients | None = None,
     ) -> Gradients:
         """Memory for the gradients."""
-        return into or (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+        gradients = into or (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+        self.fill_gradients(gradients, (dout, k, v))
+        return gradients
+
+    def fill_results(self, results: Pair, sources: Triple, options: AttentionOptions) -> None:
+        """What ``forward`` writes into its output and log-sum-exp, given q, k and v: nothing."""
+
+    def fill_gradients(self, gradients: Gradients, sources: Triple) -> None:
+        """What ``backward`` writes into dq, dk and dv, given the output's gradient, k and v: nothing."""
 
 
 class CopyKernel(NoKernel):
@@ -61,38 +74,17 @@ class CopyKernel(NoKernel):
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, int, int, AttentionOptions]] = []
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def fill_results(self, results: Pair, sources: Triple, options: AttentionOptions) -> None:
         """The queries; log-sum-exps are 0."""
+        (out, lse), (q, k, v) = results, sources
         self.seen.append((q.shape[1], k.shape[1], q.shape[2], v.shape[2], options))
-        out, lse = super().forward(q, k, v, segments, options, out)
         _fill(out, q)
-        return out, lse.zero_()
+        lse.zero_()
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        options: AttentionOptions,
-        into: Gradients | None = None,
-    ) -> Gradients:
+    def fill_gradients(self, gradients: Gradients, sources: Triple) -> None:
         """The output's gradient, the keys and the values."""
-        gradients = super().backward(dout, q, k, v, out, lse, segments, options, into)
-        for gradient, source in zip(gradients, (dout, k, v), strict=True):
+        for gradient, source in zip(gradients, sources, strict=True):
             _fill(gradient, source)
-        return gradients
 
 
 def _fill(memory: torch.Tensor, source: torch.Tensor) -> None:

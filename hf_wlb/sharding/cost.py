@@ -57,6 +57,8 @@ class ShardCosts:
         lengths: Tokens of every document.
         whole: Attention of every document where it is whole, shape ``[documents]``.
         linear: Linear work of a token.
+        hidden: What to take for ``HIDDEN``; None for itself.
+        unlike: What to take for ``WAITING``; None for itself.
     """
 
     workload: WorkloadModel
@@ -64,11 +66,22 @@ class ShardCosts:
     lengths: IntArray
     whole: FloatArray
     linear: float
+    hidden: float | None = None
+    unlike: float | None = None
 
     @classmethod
-    def of(cls, lengths: IntArray, workload: WorkloadModel, cp_size: int) -> ShardCosts:
+    def of(
+        cls,
+        lengths: IntArray,
+        workload: WorkloadModel,
+        cp_size: int,
+        *,
+        hidden: float | None = None,
+        unlike: float | None = None,
+    ) -> ShardCosts:
         """Prices documents."""
-        return cls(workload, cp_size, lengths, workload.segment(lengths, lengths), float(workload.linear(1)))
+        whole, linear = workload.segment(lengths, lengths), float(workload.linear(1))
+        return cls(workload, cp_size, lengths, whole, linear, hidden, unlike)
 
     @cached_property
     def ideal(self) -> float:
@@ -89,6 +102,8 @@ class ShardCosts:
         """What every rank does under every plan."""
         if not plans:
             return []
+        hidden = HIDDEN if self.hidden is None else self.hidden
+        unlike = WAITING if self.unlike is None else self.unlike
         chunks = self.chunks(np.concatenate([plan.edges for plan in plans]))
         found, first = [], 0
         for plan in plans:
@@ -99,7 +114,7 @@ class ShardCosts:
             local = plan.owner != SHARDED
             whole = np.bincount(plan.owner[local], self.whole[local], self.cp_size).astype(np.float64)
             exchange = self.exchange(int(plan.exchanged_tokens.max()) * self.cp_size) if len(plan.edges) else 0.0
-            waiting = exchange - np.minimum(whole, HIDDEN * exchange) + WAITING * (own.max() - own)
+            waiting = exchange - np.minimum(whole, hidden * exchange) + unlike * (own.max() - own)
             found.append(RankCosts(whole, own, np.multiply(self.linear, plan.tokens, dtype=np.float64), waiting))
         return found
 

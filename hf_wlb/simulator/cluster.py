@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from hf_wlb.sharding.cost import HIDDEN, WAITING
 from hf_wlb.workload import HARDWARE_PRESETS, HardwareFigures
 from hf_wlb.workload.analytic import SEGMENT_OVERHEAD_TOKENS
 from hf_wlb.workload.base import is_whole_number
+from hf_wlb.workload.model_flops import bf16_peak
 
 
 def _check_above_0(what: str, value: float) -> None:
@@ -61,9 +63,14 @@ class Cluster:
         inside: NVLink, from any GPU of a node to the others.
         between: One GPU's share of the network between nodes; all GPUs of a node use theirs at the same time.
         segment_overhead_tokens: What short rows of attention calls lose, see ``AnalyticWorkload``.
+        hidden_exchange: Share of the exchange of keys and values that runs while kernels do, see
+            ``hf_wlb.sharding.cost.HIDDEN``. Sharders choose by that constant, whatever is said here.
+        unlike_chunks: What waiting for ranks with more to do on chunks costs, of the time waited, see
+            ``hf_wlb.sharding.cost.WAITING``; the same holds.
 
     Raises:
-        ValueError: For a size or rate that is not above 0 and finite, or a negative overhead.
+        ValueError: For a size or rate that is not above 0 and finite, a negative overhead or cost of waiting, or a
+            share that is not between 0 and 1.
     """
 
     name: str
@@ -74,6 +81,8 @@ class Cluster:
     inside: Link
     between: Link
     segment_overhead_tokens: float = SEGMENT_OVERHEAD_TOKENS
+    hidden_exchange: float = HIDDEN
+    unlike_chunks: float = WAITING
 
     def __post_init__(self) -> None:
         if not is_whole_number(self.gpus_per_node) or self.gpus_per_node < 1:
@@ -82,10 +91,14 @@ class Cluster:
             )
         for key in ("memory_bytes", "memory_bytes_per_second"):
             _check_above_0(f"{key} of {self.name!r}", getattr(self, key))
-        if not (math.isfinite(self.segment_overhead_tokens) and self.segment_overhead_tokens >= 0):
+        for key in ("segment_overhead_tokens", "unlike_chunks"):
+            value = getattr(self, key)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{key} of {self.name!r} must be finite and at least 0, got {value!r}.")
+        if not 0 <= self.hidden_exchange <= 1:
             raise ValueError(
-                f"segment_overhead_tokens of {self.name!r} must be finite and at least 0, got "
-                f"{self.segment_overhead_tokens!r}."
+                f"hidden_exchange of {self.name!r} is a share and must be between 0 and 1, got "
+                f"{self.hidden_exchange!r}."
             )
 
 
@@ -95,10 +108,12 @@ class Cluster:
 _NVLINK = Link(320e9, 15e-6)
 # Assumption: 400 Gb/s a GPU, four fifths of which a collective reaches, and somewhat more a round than NVLink.
 _NETWORK = Link(0.8 * 400e9 / 8, 20e-6)
-# The data sheet's 3.35 TB/s; that element-wise kernels reach four fifths is an assumption.
-_H100_MEMORY_BYTES_PER_SECOND = 0.8 * 3.35e12
-# What the card is sold as. The driver reports 85.0e9; what is above 80e9 is left to it and to fragmentation.
-_H100_MEMORY_BYTES = 80e9
+# That element-wise kernels reach four fifths of the data sheet's rate is an assumption.
+_REACHED = 0.8
+# Of the SXM cards: bytes a second by their data sheets, and what they are sold as. An H100's driver reports 85.0e9
+# bytes; what is above 80e9 is left to it and to fragmentation. An H200 computes as fast as an H100.
+_H100_MEMORY_BYTES_PER_SECOND, _H100_MEMORY_BYTES = _REACHED * 3.35e12, 80e9
+_H200_MEMORY_BYTES_PER_SECOND, _H200_MEMORY_BYTES = _REACHED * 4.8e12, 141e9
 
 
 def _h100(name: str) -> Cluster:
@@ -116,6 +131,38 @@ def _h100(name: str) -> Cluster:
 CLUSTERS: Mapping[str, Cluster] = MappingProxyType({name: _h100(name) for name in ("h100", "h100-flash-attn-4")})
 """Nodes of eight H100 SXM by name: "h100" (with flash-attn 2) and "h100-flash-attn-4"."""
 
+_MEMORY_OF_CARD = {
+    "H100": (_H100_MEMORY_BYTES_PER_SECOND, _H100_MEMORY_BYTES),
+    "H200": (_H200_MEMORY_BYTES_PER_SECOND, _H200_MEMORY_BYTES),
+}
+
+
+def on_device(cluster: Cluster, device_name: str) -> Cluster:
+    """The cluster with the memory, its size and speed, of a card.
+
+    Args:
+        cluster: Of H100 or H200 SXM, which compute alike.
+        device_name: As the driver calls the card.
+
+    Raises:
+        ValueError: If it is neither of these.
+
+    >>> h200 = on_device(CLUSTERS["h100"], "NVIDIA H200")
+    >>> h200.memory_bytes_per_second / 1e12, h200.memory_bytes / 1e9
+    (3.84, 141.0)
+    >>> on_device(CLUSTERS["h100"], "NVIDIA H100 80GB HBM3") == CLUSTERS["h100"]
+    True
+    """
+    card = next((name for name in _MEMORY_OF_CARD if name in device_name), None)
+    if card is None or bf16_peak(device_name) is None:  # other cards carry these names too
+        raise ValueError(
+            f"No memory is known of a device called {device_name!r}; known are {' and '.join(_MEMORY_OF_CARD)} SXM. "
+            "Give a Cluster of your own."
+        )
+    speed, size = _MEMORY_OF_CARD[card]
+    return replace(cluster, memory_bytes_per_second=speed, memory_bytes=size)
+
+
 ASSUMED: Mapping[str, str] = MappingProxyType(
     {
         "matmul": "FLOP/s of large matrix products: 0.75 of the data sheet's peak, assumed",
@@ -126,6 +173,8 @@ ASSUMED: Mapping[str, str] = MappingProxyType(
         "network": "bytes a second that a GPU receives from other nodes: 0.8 of 400 Gb/s, assumed",
         "latency": "seconds of a round of a collective: measured within a node, assumed between nodes",
         "short rows": "queries over its keys that a row of an attention call wastes, measured with flash-attn 4",
+        "hidden exchange": "share of the exchange that local documents hide, measured among four H100",
+        "unlike chunks": "cost of waiting for ranks with more to do on chunks, of the time: one case on four H100",
     }
 )
 """Constants that a prediction rests on, besides what is counted, and where each is from."""
@@ -160,6 +209,8 @@ _CHANGES: Mapping[str, Callable[[Cluster, float], Cluster]] = {
     "network": lambda old, factor: replace(old, between=_faster(old.between, factor)),
     "latency": lambda old, factor: replace(old, inside=_later(old.inside, factor), between=_later(old.between, factor)),
     "short rows": lambda old, factor: replace(old, segment_overhead_tokens=old.segment_overhead_tokens * factor),
+    "hidden exchange": lambda old, factor: replace(old, hidden_exchange=old.hidden_exchange * factor),
+    "unlike chunks": lambda old, factor: replace(old, unlike_chunks=old.unlike_chunks * factor),
 }
 
 

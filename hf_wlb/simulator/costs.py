@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_wlb.sharding import ShardCosts, ShardPlan
-from hf_wlb.sharding.cost import WAITING
+from hf_wlb.sharding.cost import RankCosts
 from hf_wlb.simulator.cluster import Cluster
 from hf_wlb.simulator.counts import GRADIENT_BYTES, NUMBER_BYTES, ModelShape
 from hf_wlb.simulator.end_of_step import EndOfStep, end_of_step
@@ -268,7 +268,23 @@ class StepModel:
         passes = [self.linear.of_stage(*span) for span in self._spans]
         return np.array([[own.forward] for own in passes]), np.array([[own.backward] for own in passes])
 
-    def micro_batch(self, plan: ShardPlan) -> MicroBatchCost:
+    def rank_costs(self, plan: ShardPlan, workload: RankWorkload | None = None) -> RankCosts:
+        """What every rank does of a micro-batch in all layers, with this cluster's share of the exchange hidden.
+
+        Args:
+            plan: Of the micro-batch.
+            workload: What prices it; None for ``self.workload``.
+        """
+        costs = ShardCosts.of(
+            plan.lengths,
+            workload or self.workload,
+            self.split.cp_size,
+            hidden=self.cluster.hidden_exchange,
+            unlike=self.cluster.unlike_chunks,
+        )
+        return costs.parts([plan])[0]
+
+    def micro_batch(self, plan: ShardPlan, costs: RankCosts | None = None) -> MicroBatchCost:
         """What a micro-batch costs that is shared out so.
 
         Rank by rank as ``hf_wlb.sharding`` prices plans, stage by stage for its own layers. A pass through a stage
@@ -276,6 +292,7 @@ class StepModel:
 
         Args:
             plan: Of the micro-batch; its prediction is not needed.
+            costs: Its ``rank_costs``, if they are known: so layers that all have one window are not priced again.
 
         Raises:
             ValueError: If the plan is for another number of ranks than the split has.
@@ -288,7 +305,8 @@ class StepModel:
         forward, backward = by_token * tokens, by_token_back * tokens
         attention = np.zeros_like(forward)
         for window in self._windows:
-            once, total, exchange, back = self._rank_seconds(window, plan)
+            parts = costs if costs is not None and len(self._windows) == 1 else self.rank_costs(plan, window.workload)
+            once, total, exchange, back = self._rank_seconds(window, plan, parts)
             share = window.stages[:, None]
             forward += share * (once + exchange)
             backward += share * (total - once + back)
@@ -303,10 +321,11 @@ class StepModel:
             tuple(attention[np.arange(len(slowest)), slowest].tolist()),
         )
 
-    def _rank_seconds(self, window: _Window, plan: ShardPlan) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    def _rank_seconds(
+        self, window: _Window, plan: ShardPlan, parts: RankCosts
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Of every rank: attention in forward and in all, waiting in forward and in backward, each ``[ranks]``."""
         ranks = self.split.cp_size
-        parts = ShardCosts.of(plan.lengths, window.workload, ranks).parts([plan])[0]
         total = parts.local + parts.chunks
         once = window.share * total
         if window.forward is not None:
@@ -317,7 +336,7 @@ class StepModel:
         gathers, others = window.workload.exchange_costs.parts(moved)
         # Of the exchange, what does not hide behind local documents is shared out as the exchange is, and waiting for
         # ranks with more attention as attention is.
-        waiting = WAITING * (parts.chunks.max() - parts.chunks)
+        waiting = self.cluster.unlike_chunks * (parts.chunks.max() - parts.chunks)
         shown = parts.waiting - waiting
         gathered = shown * (gathers / (gathers + others)) if moved else shown
         early = waiting * np.divide(once, total, out=np.zeros(ranks), where=total > 0)

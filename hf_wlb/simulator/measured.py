@@ -93,7 +93,8 @@ class MeasuredLaunch:
 
     Attributes:
         name: When it began, as its lines say.
-        kernel: Of attention.
+        kernel: Of attention, as ``AttentionKernel.name`` has it; several of them joined by commas.
+        device: What the driver calls the GPUs; None where the line does not say.
         config: The model's shape, with the attributes of a Transformers config.
         split: Over which GPUs it ran.
         layout: Layers of every stage; None without a pipeline.
@@ -106,6 +107,7 @@ class MeasuredLaunch:
 
     name: str
     kernel: str
+    device: str | None
     config: Any
     split: Split
     layout: StageLayout | None
@@ -134,6 +136,7 @@ class MeasuredLaunch:
         return cls(
             name=name,
             kernel=about["kernel"],
+            device=about.get("device"),
             config=shape,
             split=Split(settings["tp_size"], settings["cp_size"], pp_size, about["replicas"]),
             layout=StageLayout.from_sizes(layers, shape.num_hidden_layers, pp_size) if pp_size > 1 else None,

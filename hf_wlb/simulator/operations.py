@@ -104,8 +104,8 @@ class Pricing:
         if isinstance(self._sharder, BalancedAttention):
             return self._ideal(lengths)
         plan = self._sharder.plan(lengths)
-        parts = ShardCosts.of(lengths, self._workload, self._cp).parts([plan])[0]
-        return self._model.micro_batch(plan), parts.local + parts.chunks + parts.linear
+        parts = self._model.rank_costs(plan)
+        return self._model.micro_batch(plan, parts), parts.local + parts.chunks + parts.linear
 
     def _ideal(self, lengths: IntArray) -> tuple[MicroBatchCost, FloatArray]:
         """An even share of what the micro-batch costs without an exchange; parameters still have to come (FSDP)."""

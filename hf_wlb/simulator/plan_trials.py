@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from hf_wlb.simulator.memory import stage_memory
 from hf_wlb.simulator.plan_result import Prediction, Training
 from hf_wlb.simulator.schedules import ScheduleConfig
 from hf_wlb.simulator.search_space import Bounded
-from hf_wlb.simulator.stream import PlanCache, StreamResult, documents_for, simulate_stream
-from hf_wlb.simulator.systems import SYSTEMS
+from hf_wlb.simulator.stream import PlanCache, SharderCache, StreamResult, documents_for, simulate_stream
+from hf_wlb.simulator.systems import SYSTEMS, System
 from hf_wlb.workload.model_flops import HOPPER_BF16_PEAK, ModelFlops
 
 _CLEARLY = 0.8  # of a length from which on documents have to wait: what is below it changes nothing
@@ -94,11 +94,13 @@ class Trials:
         context_length: Tokens of a micro-batch on average.
         micro_batches: Of a step on all replicas.
         memory_limit: Bytes that training may take of a GPU.
+        sharders: Keeps how micro-batches are shared out, for all simulations.
     """
 
     context_length: int
     micro_batches: int
     memory_limit: float
+    sharders: SharderCache = field(default_factory=SharderCache, compare=False)
 
     def factors(self, found: Bounded) -> list[float]:
         """S_max over the context length, the values that fit into memory, ascending."""
@@ -155,20 +157,16 @@ class Trials:
         self, found: Bounded, training: Training, documents: Documents, cache: PlanCache | None = None
     ) -> Prediction:
         """This library's packer and sharding, under given settings."""
-        system = replace(
-            SYSTEMS[OURS],
-            sharding=training.sharding,
-            packing={"outlier_tokens": training.outlier_tokens, "max_time_gap": training.max_time_gap},
-        )
         result = simulate_stream(
             documents.lengths,
-            system,
+            planned_system(training),
             found.model,
             micro_batches_per_replica=training.micro_batches_per_replica,
             max_tokens_per_micro_batch=training.max_tokens_per_micro_batch,
             schedule=training.schedule,
             steps=documents.simulated,
             cache=cache,
+            sharders=self.sharders,
         )
         least = self.memory(found, training.memory_factor) if training.schedule == ScheduleConfig() else 0.0
         return _prediction(found, training, OURS, result, least)
@@ -185,6 +183,7 @@ class Trials:
             micro_batches_per_replica=training.micro_batches_per_replica,
             max_tokens_per_micro_batch=self.context_length,
             steps=documents.simulated,
+            sharders=self.sharders,
         )
         return _prediction(found, training, PLAIN, result, 0.0)
 
@@ -267,6 +266,15 @@ class Trials:
             except ValueError as error:
                 notes.append(str(error))
         return predictions, notes
+
+
+def planned_system(training: Training) -> System:
+    """This library's packer and sharding with a plan's settings."""
+    return replace(
+        SYSTEMS[OURS],
+        sharding=training.sharding,
+        packing={"outlier_tokens": training.outlier_tokens, "max_time_gap": training.max_time_gap},
+    )
 
 
 def _prediction(found: Bounded, training: Training, system: str, result: StreamResult, least: float) -> Prediction:

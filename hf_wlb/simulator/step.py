@@ -103,14 +103,25 @@ class StepSimulator:
             plan: Of all replicas.
 
         Raises:
-            ValueError: If the plan is for another number of replicas than the split has, or the schedule does not fit
-                its micro-batches.
+            ValueError: If the plan is for another number of replicas than the split has, a replica has no micro-batch
+                or another number of them where replicas meet at every one, or the schedule does not fit them.
         """
         split = self._model.split
+        lockstep = split.fsdp and split.pp_size == 1
         if len(plan.replicas) != split.dp_size:
             raise ValueError(
                 f"The step is planned for {len(plan.replicas)} replicas, but the split has dp_size={split.dp_size}: "
                 "plan it for as many."
+            )
+        sizes = [len(replica) for replica in plan.replicas]
+        if 0 in sizes:
+            raise ValueError(
+                f"Replica {sizes.index(0)} of step {plan.step} has no micro-batch; every replica trains at least one."
+            )
+        if len(set(sizes)) > 1 and (lockstep or self._bound):
+            raise ValueError(
+                f"The replicas of step {plan.step} have {', '.join(map(str, sizes))} micro-batches, but here they go "
+                "through them together: give every replica as many."
             )
         replicas = [self._pricing.replica(replica) for replica in plan.replicas]
         if self._bound:
@@ -118,7 +129,6 @@ class StepSimulator:
             runs = [([own] * len(replicas), [self._run(own.times)] * len(replicas)) for own in even]
             replicas, timelines = min(runs, key=lambda run: run[1][0].seconds)
         else:
-            lockstep = split.fsdp and split.pp_size == 1
             times = in_lockstep(replicas) if lockstep else [replica.times for replica in replicas]
             timelines = [self._run(own) for own in times]
         return self._result(plan, replicas, timelines)

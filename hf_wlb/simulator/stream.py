@@ -19,7 +19,7 @@ from hf_wlb.packing import (
     StepPlanner,
     length_stream,
 )
-from hf_wlb.sharding import Sharder
+from hf_wlb.sharding import Sharder, ShardingConfig, ShardPlan
 from hf_wlb.simulator.costs import StepModel
 from hf_wlb.simulator.memory import MemoryUse
 from hf_wlb.simulator.schedules import ScheduleConfig
@@ -98,6 +98,39 @@ class PlanCache:
         if key not in self._passes:
             self._passes[key] = PlannedPass.of(documents, workload, config)
         return self._passes[key]
+
+
+class _Remembering(Sharder):
+    """Shares a micro-batch out once, however often it comes."""
+
+    def __init__(self, config: ShardingConfig, workload: WorkloadModel) -> None:
+        super().__init__(config, workload)
+        self._plans: dict[bytes, ShardPlan] = {}
+
+    def plan(self, lengths: Sequence[int] | NDArray[Any]) -> ShardPlan:
+        key = np.asarray(lengths, dtype=np.int64).tobytes()
+        if key not in self._plans:
+            self._plans[key] = super().plan(lengths)
+        return self._plans[key]
+
+
+class SharderCache:
+    """Keeps how micro-batches were shared out, for simulations in which the same ones come again.
+
+    They do under another schedule, and on splits that differ in what does not concern sharding. A plan takes some KB.
+    """
+
+    def __init__(self) -> None:
+        self._sharders: dict[tuple[ShardingConfig, str], _Remembering] = {}
+
+    def remembering(self, sharder: Sharder) -> Sharder:
+        """What shares out as ``sharder`` does, and remembers it; those of other kinds come back as they are."""
+        if type(sharder) is not Sharder:
+            return sharder
+        key = (sharder.config, sharder.workload.fingerprint)
+        if key not in self._sharders:
+            self._sharders[key] = _Remembering(sharder.config, sharder.workload)
+        return self._sharders[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +286,7 @@ def simulate_stream(
     steps: int | None = None,
     packing_options: Mapping[str, Any] | None = None,
     cache: PlanCache | None = None,
+    sharders: SharderCache | None = None,
 ) -> StreamResult:
     """Plans one whole pass over documents and says how long it takes.
 
@@ -273,6 +307,7 @@ def simulate_stream(
             1% where sharding is even, by 5% where it is not.
         packing_options: Settings of the packer on top of ``system.packing``.
         cache: Passes planned before are taken from it, and this one is put there.
+        sharders: The same of micro-batches shared out; None keeps nothing.
 
     Raises:
         ValueError: If there is no document, for settings that cannot work, or as ``simulate_step`` says.
@@ -288,7 +323,8 @@ def simulate_stream(
     simulated = _spread(len(passes.plans), steps)
     found = None
     for sharder in system.sharders(model.split.cp_size, model.workload, config.s_max):
-        results = _simulated(passes, simulated, model, sharder, schedule)
+        kept = sharder if sharders is None else sharders.remembering(sharder)
+        results = _simulated(passes, simulated, model, kept, schedule)
         taken = sum(result.seconds for result in results)
         if found is None or taken < found[0]:
             found = taken, results, sharder

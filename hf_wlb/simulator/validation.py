@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from hf_wlb.simulator.cluster import CLUSTERS, Cluster
+from hf_wlb.simulator.cluster import CLUSTERS, Cluster, on_device
 from hf_wlb.simulator.costs import StepModel
 from hf_wlb.simulator.measured import MeasuredLaunch, MeasuredVariant
 from hf_wlb.simulator.step import StepSimulator
@@ -22,7 +22,7 @@ from hf_wlb.workload import ProfiledWorkload
 MOST_ERROR = 0.10
 """How far the predicted mean step time of a variant may be from the measured one."""
 CLUSTER_OF_KERNEL = {"flash-attn-4": "h100-flash-attn-4", "flash-attn-2": "h100", "torch": "h100"}
-"""Cluster preset by attention kernel; torch's has the speed of flash-attn 2."""
+"""Cluster preset by attention kernel, as ``AttentionKernel.name`` has it; torch's has the speed of flash-attn 2."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +119,23 @@ class LaunchCheck:
 
 
 def cluster_of(launch: MeasuredLaunch) -> Cluster:
-    """The preset with a launch's attention kernel.
+    """The preset with a launch's attention kernel, with the memory of the device that the launch names.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or the device is neither H100 nor H200 SXM.
     """
     if launch.kernel not in CLUSTER_OF_KERNEL:
         raise ValueError(
             f"No cluster preset has the attention kernel of {launch.label}; known are those with "
             f"{', '.join(CLUSTER_OF_KERNEL)}. Name a cluster."
         )
-    return CLUSTERS[CLUSTER_OF_KERNEL[launch.kernel]]
+    preset = CLUSTERS[CLUSTER_OF_KERNEL[launch.kernel]]
+    if launch.device is None:
+        return preset
+    try:
+        return on_device(preset, launch.device)
+    except ValueError as error:
+        raise ValueError(f"No cluster preset fits {launch.label}: {error} Or name a cluster.") from None
 
 
 def step_model(

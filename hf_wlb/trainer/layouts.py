@@ -13,7 +13,8 @@ from hf_wlb.packing import PackingConfig, StepPlanner
 def under_this_layout(state: Mapping[str, Any], data: Any) -> dict[str, Any]:
     """A data loader's state at the end of a step, as a loader of another layout can go on from it.
 
-    Another layout is another ``dp_size``, accumulation or number of pipeline stages.
+    Another layout is another ``dp_size``, accumulation or number of pipeline stages, or parameters that are now shared
+    out, or no longer.
 
     The step that was handed out is planned again as it was, so that no document is trained twice or left out. Which
     documents come together afterwards may depend on the layout (``steady``); each of them still comes exactly once.
@@ -34,11 +35,16 @@ def under_this_layout(state: Mapping[str, Any], data: Any) -> dict[str, Any]:
     if not isinstance(planned, Mapping) or not isinstance(saved, Mapping):
         return dict(state)
     size, dp_size = int(saved.get("micro_batches_per_replica", 0)), int(saved.get("dp_size", 0))
-    pp_size = int(saved.get("pp_size", 0))
-    alike = (size, dp_size, pp_size) == (now.micro_batches_per_replica, now.dp_size, now.pp_size)
-    if alike or min(size, dp_size, pp_size) < 1:
+    pp_size, sharded = int(saved.get("pp_size", 0)), bool(saved.get("sharded_parameters", False))
+    if min(size, dp_size, pp_size) < 1:
         return dict(state)
-    then = replace(now, micro_batches_per_replica=size, dp_size=dp_size, pp_size=pp_size)
+    then = replace(now, micro_batches_per_replica=size, dp_size=dp_size, pp_size=pp_size, sharded_parameters=sharded)
+    if then == now:
+        return dict(state)
+    if replace(then, sharded_parameters=now.sharded_parameters) == now and (dp_size == 1 or pp_size > 1):
+        # No replica waits for another one before the step's end, so plans are the same.
+        config = {**saved, "sharded_parameters": now.sharded_parameters}
+        return {**state, "planner": {**planned, "config": config}}
     if then.micro_batches != now.micro_batches:
         both = {"micro_batches_per_replica": (size, now.micro_batches_per_replica), "dp_size": (dp_size, now.dp_size)}
         changed = "; ".join(f"{name}: {old} -> {new}" for name, (old, new) in both.items() if old != new)
@@ -65,4 +71,6 @@ def under_this_layout(state: Mapping[str, Any], data: Any) -> dict[str, Any]:
 
 def _layout(config: PackingConfig) -> str:
     stages = f" of {config.pp_size} pipeline stages" if config.pp_size > 1 else ""
-    return f"{config.dp_size} replicas{stages} with gradient_accumulation_steps={config.micro_batches_per_replica}"
+    shared = " that share parameters out" if config.sharded_parameters else ""
+    replicas = f"{config.dp_size} replicas{shared}{stages}"
+    return f"{replicas} with gradient_accumulation_steps={config.micro_batches_per_replica}"

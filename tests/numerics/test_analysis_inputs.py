@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from hf_wlb.analysis import choose_workload, read_lengths
 from hf_wlb.cli import app
+from hf_wlb.data.text import train_byte_level_bpe
 
 
 @pytest.fixture
@@ -50,3 +51,26 @@ def test_a_model_that_is_none_is_one_sentence(tmp_path) -> None:
         choose_workload(model=str(tmp_path))
     with pytest.raises(ValueError, match="no hardware figures called 'abacus'"):
         choose_workload(model="tiny", hardware="abacus")
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_commands_about_clusters_read_text_with_a_given_tokenizer(command: str, tmp_path) -> None:
+    words = "one two three four five six seven eight nine ten "
+    data, written = tmp_path / "text.jsonl", tmp_path / "out.json"
+    rows = [{"body": words * n, "other": "one"} for n in (20, 40, 60)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train_byte_level_bpe([words]).save_pretrained(tmp_path / "tokens")
+    given = [command, "--data", str(data), "--context", "256", "--json", str(written)]
+    size = ["--model", "tiny", "--micro-batches", "2"]
+    if command == "plan":
+        size += ["--gpus", "1", "--quick", "--output", str(tmp_path / "plan")]
+    else:
+        size += ["--system", "wlb", "--steps", "2"]
+    text = ["--tokenizer", str(tmp_path / "tokens"), "--text-column", "body", "--max-documents", "2"]
+    result = CliRunner().invoke(app, [*given, *size, *text])
+    assert result.exit_code == 0, result.output
+    found = json.loads(written.read_text())
+    assert found["source"] == "text of text.jsonl, tokenised with the tokenizer tokens"
+    assert found["longer_documents"]["limit"] == 256
+    refused = CliRunner().invoke(app, [*given, *size, *(["--overwrite"] if command == "plan" else [])])
+    assert refused.exit_code == 2 and "column" in refused.stderr  # negative control: two columns, and none is "text"

@@ -18,7 +18,9 @@ from hf_wlb.lengths import sample_lengths
 from hf_wlb.simulator.cluster import CLUSTERS
 from hf_wlb.simulator.paper import shape_of
 from hf_wlb.simulator.plan_result import PlanResult
+from hf_wlb.simulator.plan_trials import planned_system
 from hf_wlb.simulator.planner import QUICK, search
+from hf_wlb.simulator.stream import packing_config
 from tests.support.recipes import load_recipe
 from tests.support.source_tree import REPOSITORY
 
@@ -53,6 +55,7 @@ def test_files_of_every_choice_are_understood(gpus: int, result: PlanResult, tmp
     found = result if gpus == 2 else planned(gpus)
     recipe = load_recipe("llama_long_context")
     assert len(found.choices) >= 3
+    assert gpus != 2 or {choice.prediction.training.split.fsdp for choice in found.choices} == {False, True}
     for place, choice in enumerate(found.choices):
         training, split = choice.prediction.training, choice.prediction.training.split
         files = written(found, place, tmp_path / str(place))
@@ -60,7 +63,16 @@ def test_files_of_every_choice_are_understood(gpus: int, result: PlanResult, tmp
         launch, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[2:]))
         assert (launch.num_processes, launch.num_machines, launch.multi_gpu) == (gpus, -(-gpus // 8), True)
         own, args = recipe.parse_arguments([*launch.training_script_args, "--use_cpu"])
-        sizes, packing, sharding = args.parallel_sizes(gpus), args.packing_config(split.dp_size), args.sharding_config()
+        sizes, sharding = args.parallel_sizes(gpus), args.sharding_config()
+        packing = args.packing_config(sizes.dp)
+        predicted = packing_config(
+            planned_system(training),
+            choice.model,
+            training.micro_batches_per_replica,
+            training.max_tokens_per_micro_batch,
+        )
+        assert packing == predicted and packing.sharded_parameters is split.fsdp
+        assert packing.step_time.lockstep is (split.fsdp and split.pp_size == 1 and split.dp_size > 1)
         assert (sizes.tp, sizes.cp, sizes.pp, sizes.dp) == (
             split.tp_size,
             split.cp_size,

@@ -1,6 +1,7 @@
 """WLBTrainingArguments: every refusal is a sentence, and the settings reach planner and workload model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,17 @@ def test_every_setting_reaches_the_sharder(tmp_path: Path) -> None:
     assert given.attention_kernel is None and given.regather_key_values is None
     assert arguments(tmp_path).sharding_config() == ShardingConfig(1)
     assert given.packing_config(2) == arguments(tmp_path).packing_config(2)  # S_max is of all ranks together
+
+
+def test_replicas_that_share_parameters_are_packed_for_meeting_at_every_micro_batch(tmp_path: Path) -> None:
+    whole, shared = arguments(tmp_path), arguments(tmp_path, fsdp=True)
+    assert not whole.packing_config(2).sharded_parameters and not whole.packing_config(2).step_time.lockstep
+    for given in (shared, arguments(tmp_path, dp_shard_size=2)):
+        assert given.packing_config(2) == replace(whole.packing_config(2), sharded_parameters=True)
+        assert given.packing_config(2).step_time.lockstep
+    assert not shared.packing_config(1).step_time.lockstep  # one replica, whose context-parallel ranks share
+    staged = arguments(tmp_path, fsdp=True, pp_size=2).packing_config(2)
+    assert staged.sharded_parameters and not staged.step_time.lockstep  # stages keep theirs for the whole step
 
 
 SYSTEMS: dict[str, tuple[dict[str, Any], tuple[str, str, int, int]]] = {

@@ -15,9 +15,11 @@ from matplotlib.text import Text
 from rich.console import Console
 from typer.testing import CliRunner
 
+from hf_wlb.analysis.inputs import read_lengths
 from hf_wlb.analysis.launch_files import RunFiles, yaml_value
 from hf_wlb.analysis.plan_tables import plan_tables
 from hf_wlb.cli import app
+from hf_wlb.cli.text import TextOptions
 from hf_wlb.lengths import sample_lengths
 from hf_wlb.plots import PlanPoint, plot_plan
 from hf_wlb.plots import plan as picture
@@ -113,6 +115,8 @@ def test_files_that_are_there_stay(lengths_file, tmp_path) -> None:
         (["--data", "./nowhere.json"], "no file or folder"),
         (["--profile", "./nowhere.json"], "nowhere.json"),
         (["--json", "no/such/folder/a.json"], "there is no folder"),
+        (["--png", "no/such/folder/a.png"], "there is no folder"),
+        (["--png", "."], ". cannot be written: it is a folder"),
     ],
 )
 def test_what_is_wrong_gets_one_sentence(arguments, sentence, tmp_path, lengths_file) -> None:
@@ -121,6 +125,32 @@ def test_what_is_wrong_gets_one_sentence(arguments, sentence, tmp_path, lengths_
     assert found.exit_code == 2 and sentence in found.stderr, found.output
     assert "Traceback" not in found.output and len(found.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_folders_in_the_place_of_files_are_noticed_before_the_work(monkeypatch, tmp_path) -> None:
+    begun: list[object] = []
+    monkeypatch.setattr(TextOptions, "read", lambda *given: begun.append(given) or read_lengths(None))
+    for option in ("--png", "--json"):
+        assert run(*SMALL, option, tmp_path, "--output", tmp_path / "out").exit_code == 2
+    assert not begun
+    given = [*SMALL, "--png", tmp_path / "a.png", "--output", tmp_path / "out"]
+    assert run(*given).exit_code == 0 and begun  # negative control
+
+
+def test_documents_above_the_context_are_said(tmp_path) -> None:
+    data, written = tmp_path / "lengths.json", tmp_path / "plan.json"
+    data.write_text(json.dumps([*LENGTHS.tolist(), 1024, 1025, 4000]))
+    found = run(*SMALL, "--data", data, "--output", tmp_path / "out", "--json", written)
+    longer = (LENGTHS > 1024).sum() + 2
+    pieces = (-(-LENGTHS[LENGTHS > 1024] // 1024)).sum() + 2 + 4
+    assert (
+        f"{longer} of 3,003 documents are longer than the context and are split at every 1,024 tokens into {pieces} "
+        "pieces in all"
+    ) in text_of(found)
+    said = json.loads(written.read_text())["longer_documents"]
+    assert said == {"limit": 1024, "documents": 3003, "longer": longer, "pieces": pieces}
+    settings = yaml.safe_load((tmp_path / "out" / "train.yaml").read_text())
+    assert settings["max_document_tokens"] == 1024  # and so the trainer does
 
 
 def test_a_saved_workload_is_no_profile(tmp_path) -> None:

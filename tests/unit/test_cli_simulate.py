@@ -13,14 +13,18 @@ from typer.testing import CliRunner
 
 from hf_wlb.analysis import simulation
 from hf_wlb.analysis.environment import commit, environment, shown_command
+from hf_wlb.analysis.inputs import longer_documents, read_lengths
 from hf_wlb.analysis.simulation_tables import changes, paper_tables
 from hf_wlb.cli import app
+from hf_wlb.cli.text import TextOptions
 from hf_wlb.lengths import sample_lengths
+from hf_wlb.packing import ArraySource, PackingConfig, StepPlanner
 from hf_wlb.plots import assumptions as assumption_plots
 from hf_wlb.plots import paper as plots
 from hf_wlb.simulator.comparison import BASELINE
 from hf_wlb.simulator.paper import CONFIGURATIONS
 from hf_wlb.simulator.systems import SYSTEMS
+from hf_wlb.workload import AnalyticWorkload
 from tests.support.source_tree import REPOSITORY
 
 SMALL = ["--model", "550M", "--context", 16384, "--tp", 2, "--cp", 2, "--pp", 2, "--dp", 2, "--steps", 6]
@@ -117,6 +121,35 @@ def test_what_does_not_fit_is_noted(lengths_file) -> None:
     assert "Note:" not in run(*SMALL, "--data", lengths_file, "--system", "placed").stdout
 
 
+def test_documents_above_the_context_are_said(tmp_path) -> None:
+    data, written = tmp_path / "lengths.json", tmp_path / "out.json"
+    data.write_text(json.dumps([*[500] * 3000, 16384, 16385, 40_000]))
+    given = [*SMALL, "--data", data, "--json", written, "--system", "wlb", "--steps", 40]
+    text = " ".join(run(*given).stdout.split())
+    found = json.loads(written.read_text())["longer_documents"]
+    assert found["limit"] == 16384 and found["longer"] >= 2 and 2 * found["longer"] < found["pieces"]
+    assert (
+        f"{found['longer']:,} of {found['documents']:,} documents are longer than the context and are split at every "
+        f"16,384 tokens into {found['pieces']:,} pieces in all"
+    ) in text
+    # Negative control: none is longer, and nothing is split.
+    data.write_text(json.dumps([500] * 3000 + [16384]))
+    text = " ".join(run(*given).stdout.split())
+    found = json.loads(written.read_text())["longer_documents"]
+    assert (found["longer"], found["pieces"]) == (0, 0) and "split at every" not in text
+    assert f"none of {found['documents']:,} documents is longer than the context of 16,384 tokens" in text
+
+
+def test_longer_documents_are_those_that_the_reader_splits() -> None:
+    lengths = sample_lengths(3000, seed=4)
+    config = PackingConfig(8192, 4, max_document_tokens=8192)
+    planner = StepPlanner(ArraySource(lengths), AnalyticWorkload(1.0, 1.0), config)
+    assert list(planner)
+    found, counts = longer_documents(lengths, 8192), planner.counts
+    assert (found.documents, found.longer, found.pieces) == (counts.documents, counts.split, counts.pieces)
+    assert found.longer > 10
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -138,6 +171,12 @@ def test_what_does_not_fit_is_noted(lengths_file) -> None:
         (["--model", "550M", "--tp", "3"], "tp_size=3 does not divide the model's attention heads"),
         (["--model", "550M", "--data", "nowhere.json"], "nowhere.json"),
         (["--model", "550M", "--png", "no/such/a.png"], "there is no folder"),
+        (["--model", "550M", "--png", "."], ". cannot be written: it is a folder"),
+        (["--model", "550M", "--trace", "no/such/a.json"], "there is no folder"),
+        (
+            ["--model", "550M", "--tokenizer", "x", "--text-split", "y"],
+            "--tokenizer, --text-split say how to read text",
+        ),
         (["--model", "550M", "--profile", "nowhere.json"], "nowhere.json"),
         (["--paper", "--data", "nowhere.json"], "nowhere.json"),
         (["--paper", "--quick", "--measured", "nowhere.json"], "nowhere.json"),
@@ -148,6 +187,16 @@ def test_errors_are_one_sentence(arguments, sentence) -> None:
     assert result.exit_code == 2, result.output
     assert sentence in result.stderr and "Traceback" not in result.output
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_files_that_cannot_be_are_noticed_before_the_work(monkeypatch, tmp_path) -> None:
+    begun: list[object] = []
+    monkeypatch.setattr(TextOptions, "read", lambda *given: begun.append(given) or read_lengths(None))
+    for options in (["--png", tmp_path], ["--json", tmp_path], ["--trace", tmp_path / "none" / "a.json"]):
+        result = run(*SMALL, *options)
+        assert result.exit_code == 2 and "cannot be written" in result.stderr, result.output
+    assert not begun
+    assert run(*SMALL, "--system", "wlb", "--png", tmp_path / "a.png").exit_code == 0 and begun  # negative control
 
 
 # ---- the paper's evaluation ----

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_wlb.sharding.cost import HIDDEN, WAITING
 from hf_wlb.simulator.cluster import (
     ASSUMED,
     CLUSTERS,
@@ -18,6 +19,7 @@ from hf_wlb.simulator.cluster import (
     all_gather_seconds,
     all_reduce_seconds,
     changed,
+    on_device,
     reduce_scatter_seconds,
     send_seconds,
 )
@@ -113,6 +115,8 @@ def test_a_constant_is_changed_alone(constant: str) -> None:
         "network": {"between": Link(1.5, 1000.0)},
         "latency": {"inside": Link(10.0, 150.0), "between": Link(1.0, 1500.0)},
         "short rows": {"segment_overhead_tokens": 225.0},
+        "hidden exchange": {"hidden_exchange": 1.5 * HIDDEN},
+        "unlike chunks": {"unlike_chunks": 1.5 * WAITING},
     }
     if constant in figures:
         key = figures[constant]
@@ -120,6 +124,27 @@ def test_a_constant_is_changed_alone(constant: str) -> None:
     else:
         assert new == replace(SLOW, **expected[constant])
     assert new != SLOW and changed(SLOW, constant, 1.0) == SLOW
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+def test_shares_that_cannot_be_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="hidden_exchange of 'slow' is a share and must be between 0 and 1"):
+        replace(SLOW, hidden_exchange=value)
+    if not value > 0:
+        with pytest.raises(ValueError, match="unlike_chunks of 'slow' must be finite and at least 0"):
+            replace(SLOW, unlike_chunks=value)
+
+
+@pytest.mark.parametrize("preset", CLUSTERS)
+def test_a_card_decides_the_memory_alone(preset: str) -> None:
+    h100 = CLUSTERS[preset]
+    assert on_device(h100, "NVIDIA H100 80GB HBM3") == h100
+    h200 = on_device(h100, "NVIDIA H200")
+    assert h200 == replace(h100, memory_bytes_per_second=0.8 * 4.8e12, memory_bytes=141e9)
+    assert on_device(h200, "NVIDIA H100 80GB HBM3") == h100
+    for name in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA A100-SXM4-80GB", "cpu (x86_64)"):
+        with pytest.raises(ValueError, match="known are H100 and H200 SXM"):
+            on_device(h100, name)
 
 
 def test_a_backward_rate_that_follows_the_forwards_is_changed_alone() -> None:

@@ -31,6 +31,7 @@ from hf_wlb.simulator.search_space import (
     splits,
 )
 from hf_wlb.simulator.split import Split
+from hf_wlb.simulator.stream import SharderCache
 from hf_wlb.workload import AnalyticWorkload, load_workload
 from tests.support.simulated import config as shape
 from tests.support.simulated import profile
@@ -291,6 +292,12 @@ def test_a_step_of_too_few_micro_batches_leaves_no_replicas() -> None:
     only = planned(FEW, micro_batches=1)
     assert {choice.prediction.training.split.dp_size for choice in only.choices} == {1}
     assert only.searched.dropped[REPLICAS] > 0
+
+
+def test_simulations_of_a_plan_share_micro_batches_out_once(monkeypatch) -> None:
+    usual = planned(FEW).to_dict()
+    monkeypatch.setattr(SharderCache, "remembering", lambda self, sharder: sharder)
+    assert planned(FEW).to_dict() == usual
 
 
 # ---- what the trainer goes by ----

@@ -349,6 +349,25 @@ def test_plans_and_sharders_for_others_are_refused() -> None:
         StepSimulator(model, sharder_for(model), peak_flops=0.0)
 
 
+def test_plans_without_micro_batches_are_refused() -> None:
+    model = model_of(Split(cp_size=2, dp_size=2))
+    for plan in (step_of([], []), step_of([LIGHT], [])):
+        with pytest.raises(ValueError, match=r"Replica [01] of step 0 has no micro-batch"):
+            simulate(plan, model)
+    assert simulate(step_of([LIGHT], [LIGHT]), model).seconds > 0
+
+
+def test_replicas_that_meet_have_as_many_micro_batches() -> None:
+    uneven = step_of([LIGHT], [LIGHT, HEAVY])
+    apart, together = (model_of(Split(cp_size=2, dp_size=2, fsdp=fsdp)) for fsdp in (False, True))
+    sentence = "have 1, 2 micro-batches, but here they go through them together"
+    with pytest.raises(ValueError, match=sentence):
+        simulate(uneven, together)
+    with pytest.raises(ValueError, match=sentence):
+        simulate_step(uneven, apart, sharder_of("balanced", 2, apart.workload))
+    assert simulate(uneven, apart).seconds > 0  # others meet at the end alone
+
+
 def test_the_same_step_takes_the_same_time() -> None:
     plan = step_of([HEAVY, [700, 800], LIGHT, LIGHT])
     first, second = (simulate(plan, model_of(Split(cp_size=4, pp_size=2))) for _ in range(2))

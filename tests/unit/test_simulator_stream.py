@@ -9,12 +9,13 @@ import pytest
 
 from hf_wlb.lengths import sample_lengths
 from hf_wlb.packing import ArraySource, StepPlanner, measure
+from hf_wlb.sharding import Sharder
 from hf_wlb.simulator.cluster import CLUSTERS
 from hf_wlb.simulator.costs import StepModel
 from hf_wlb.simulator.schedules import ScheduleConfig
 from hf_wlb.simulator.split import Split
 from hf_wlb.simulator.step import simulate_step
-from hf_wlb.simulator.stream import PlanCache, documents_for, packing_config, simulate_stream
+from hf_wlb.simulator.stream import PlanCache, SharderCache, documents_for, packing_config, simulate_stream
 from hf_wlb.simulator.systems import SYSTEMS, System, sharder_of
 
 SEVEN_B = SimpleNamespace(
@@ -184,6 +185,37 @@ def test_a_cache_tells_documents_settings_and_models_apart() -> None:
         cache.plan(given, MODEL.workload, packing_config(SYSTEMS["wlb"], MODEL, MICRO_BATCHES, 2 * CONTEXT)),
     ]
     assert all(other is not first for other in others)
+
+
+def test_micro_batches_that_come_again_are_shared_out_once(given, passes, monkeypatch) -> None:
+    calls, plan = [], Sharder.plan
+    monkeypatch.setattr(Sharder, "plan", lambda self, lengths: calls.append(self) or plan(self, lengths))
+    sharders, cache = SharderCache(), PlanCache()
+    schedules = (ScheduleConfig(), ScheduleConfig("interleaved", model_chunks=2))
+    found = [simulate("wlb", given, schedule=own, cache=cache, sharders=sharders) for own in schedules]
+    once = len(calls)
+    # As without the cache.
+    again = [simulate("wlb", given, schedule=own, cache=cache) for own in schedules]
+    assert 0 < once <= (len(calls) - once) / 2
+    assert [own.step_seconds for own in found] == [own.step_seconds for own in again]
+    assert [own.memory for own in found] == [own.memory for own in again]
+    assert found[0].step_seconds == passes["wlb"].step_seconds
+
+
+def test_control_shared_out_otherwise_is_told_apart() -> None:
+    sharders, lengths = SharderCache(), [30_000, 2000, 500, 70]
+    workload, other = MODEL.workload, model_of(Split(tp_size=2, cp_size=2, pp_size=2, dp_size=4)).workload
+    kept = sharders.remembering(sharder_of("adaptive", 2, workload))
+    assert sharders.remembering(sharder_of("adaptive", 2, workload)) is kept
+    assert sharders.remembering(sharder_of("adaptive", 2, other)) is kept  # as much is exchanged, as near
+    cheap = model_of(Split(tp_size=4, cp_size=2)).workload
+    for own in (sharder_of("placed", 2, workload), sharder_of("adaptive", 2, cheap)):
+        assert sharders.remembering(own) is not kept
+        assert sharders.remembering(own).plan(lengths).predicted.tolist() == own.plan(lengths).predicted.tolist()
+    assert kept.plan(lengths) is kept.plan(np.array(lengths)) is not kept.plan(lengths[::-1])
+    for name in ("static", "balanced", "whole"):
+        own = sharder_of(name, 2, workload, CONTEXT)
+        assert sharders.remembering(own) is own
 
 
 def test_the_same_call_gives_the_same_result(given, passes) -> None:

@@ -23,7 +23,15 @@ from hf_wlb.simulator.measured import MeasuredLaunch, read_measured, read_rounds
 from hf_wlb.simulator.paper import shape_of
 from hf_wlb.simulator.step import simulate_step
 from hf_wlb.simulator.systems import sharder_of
-from hf_wlb.simulator.validation import MOST_ERROR, LaunchCheck, VariantCheck, check_launch, cluster_of, step_model
+from hf_wlb.simulator.validation import (
+    CLUSTER_OF_KERNEL,
+    MOST_ERROR,
+    LaunchCheck,
+    VariantCheck,
+    check_launch,
+    cluster_of,
+    step_model,
+)
 from hf_wlb.workload import AnalyticWorkload, ProfiledWorkload, load_workload
 from tests.support.source_tree import REPOSITORY
 
@@ -232,7 +240,33 @@ def test_a_kernel_without_a_cluster_is_refused(lines) -> None:
     with pytest.raises(ValueError, match=r"No cluster preset has the attention kernel of .*Name a cluster"):
         step_model(launch)
     assert step_model(launch, CLUSTERS["h100"]).cluster == CLUSTERS["h100"]
+    with pytest.raises(ValueError, match=r"No cluster preset has the attention kernel of .*flash-attn-4, torch"):
+        cluster_of(replace(launch, kernel="flash-attn-4, torch"))  # layers that attend with two
     assert cluster_of(replace(launch, kernel="torch")).name == "h100"
+
+
+@pytest.mark.parametrize("kernel", CLUSTER_OF_KERNEL)
+def test_the_device_decides_the_memory(lines, kernel: str) -> None:
+    def found(**about):
+        (launch,) = read_measured(text_of([{**lines[0], "kernel": kernel, **about}, *lines[1:]]))
+        return cluster_of(launch)
+
+    preset = CLUSTERS[CLUSTER_OF_KERNEL[kernel]]
+    assert found() == found(device="NVIDIA H100 80GB HBM3") == preset
+    h200 = found(device="NVIDIA H200")
+    assert h200.memory_bytes_per_second / preset.memory_bytes_per_second == pytest.approx(4.8 / 3.35)
+    assert h200.figures == preset.figures
+    with pytest.raises(ValueError, match=r"No cluster preset fits TP1 CP2 PP2 DP1, 16K, .*PCIe.* Or name a cluster"):
+        found(device="NVIDIA H100 PCIe")
+
+
+def test_faster_memory_makes_steps_faster(lines) -> None:
+    steps = {}
+    for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        (launch,) = read_measured(text_of([{**lines[0], "device": device}, *lines[1:]]))
+        steps[device] = [variant.predicted for variant in check_launch(launch, step_model(launch)).variants]
+    h100, h200 = (np.array(own) for own in steps.values())
+    assert (h200 < h100).all() and (h200 > 0.8 * h100).all()
 
 
 # ---- single layers of attention ----

@@ -158,3 +158,14 @@ def test_a_large_step_is_planned_in_reasonable_time():
     assert len(next(planner).replicas[0]) == 128
     planner = make_planner(lengths, PackingConfig(8192, 512, pp_size=4))
     assert next(planner).tokens >= 500 * 8192
+
+
+def test_parameters_that_only_context_parallel_ranks_share_change_no_plan() -> None:
+    lengths = np.minimum(np.random.default_rng(3).lognormal(6, 1.5, 2000).astype(int) + 1, 8192)
+
+    def plans(dp_size: int, sharded: bool) -> list[list[list[int]]]:
+        config = PackingConfig(8192, 4, dp_size=dp_size, sharded_parameters=sharded)
+        return [[[d.length for d in m.documents] for m in plan.micro_batches] for plan in make_planner(lengths, config)]
+
+    assert plans(1, True) == plans(1, False)  # one replica waits for no other
+    assert plans(2, True) != plans(2, False)

@@ -256,9 +256,9 @@ class WLBTrainingArguments(TrainingArguments):
             whole = size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
             _require(whole, f"{name} must be a whole number of at least 1, got {size!r}.")
         _require(
-            1 in (self.pp_size, self.plan_pp_size) or self.pp_size == self.plan_pp_size,
-            f"plan_pp_size={self.plan_pp_size} rehearses another pipeline than pp_size={self.pp_size}, which is there. "
-            "Leave plan_pp_size out.",
+            self.plan_pp_size == 1 or self.plan_pp_size >= self.pp_size,
+            f"plan_pp_size={self.plan_pp_size} plans for fewer stages than there are (pp_size={self.pp_size}). Give at "
+            "least as many, or leave plan_pp_size out.",
         )
         self._check_stages()
         # Parameters are sharded over our own mesh, not by Accelerate's plugin.

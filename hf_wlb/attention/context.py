@@ -2,7 +2,9 @@
 
 ``ShardTensors`` changes with every micro-batch and travels with it; ``AttentionContext`` is made once. Both are
 arguments of the model's forward, never globals: gradient checkpointing replays them, and a pipeline stage has several
-micro-batches in flight.
+micro-batches in flight. Neither is to be changed. They are no frozen dataclasses all the same: torch.compile of torch
+2.11 looks into every field of one that a compiled layer is given, and would compile it anew for every other number of
+sharded documents.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class KeyValueExchange(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ShardTensors:
     """One rank's plan of a micro-batch as tensors; see ``hf_wlb.sharding.ShardLayout``.
 
@@ -162,7 +164,7 @@ def _segments(rows: Rows) -> Segments:
     return Segments(queries, keys, rows.longest_query, rows.longest_keys)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AttentionContext:
     """How this process attends: made once and passed to every forward as ``wlb_context``.
 

@@ -93,6 +93,7 @@ def run(case: Case, settings: Settings, data: Path, folder: Path, use_cpu: bool)
         "max_document_tokens": settings.context_length,
         "max_steps": settings.steps,
         "gradient_accumulation_steps": settings.micro_batches // case.replicas,
+        "plan_pp_size": settings.plan_pp_size,
         "shuffle_documents": False,
         "logging_steps": 1,
         "save_strategy": "no",

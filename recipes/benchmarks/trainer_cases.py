@@ -15,6 +15,7 @@ class Settings:
         vocabulary: Random tokens are below it.
         context_length: Tokens of a micro-batch on average, and of the longest document.
         micro_batches: Of a step, all replicas together.
+        plan_pp_size: Pipeline stages that steps are packed for, so that pipelines and others train the same steps.
         steps: Of a run.
         warmups: The first of them, which are not counted: kernels are compiled in them, for ever new sizes at first.
         shrink: Lengths are divided by it.
@@ -25,6 +26,7 @@ class Settings:
     vocabulary: int = 128_256
     context_length: int = 65_536
     micro_batches: int = 4
+    plan_pp_size: int = 4
     steps: int = 20
     warmups: int = 10
     shrink: int = 1

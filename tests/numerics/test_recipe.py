@@ -177,7 +177,7 @@ def test_yaml_and_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "needs a file" in refused(["--config"])
     assert "below context_length" in refused(["--max_tokens_per_micro_batch", "10"])
     assert "thresholds must ascend" in refused(["--packer", "wlb", "--outlier_thresholds", "9", "5"])
-    assert "rehearses another pipeline" in refused(["--pp_size", "2", "--plan_pp_size", "4"])
+    assert "plans for fewer stages than there are" in refused(["--pp_size", "4", "--plan_pp_size", "2"])
     assert "contradicts system='plain-4d'" in refused(["--system", "plain-4d", "--packer", "steady"])
 
 

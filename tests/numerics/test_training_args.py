@@ -78,8 +78,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stages to plan for": ({"plan_pp_size": 0}, "pp_size must be a whole number of at least 1"),
     "stages": ({"pp_size": 0}, "^pp_size must be a whole number of at least 1, got 0"),
     "another pipeline": (
-        {"pp_size": 2, "plan_pp_size": 4},
-        "plan_pp_size=4 rehearses another pipeline than pp_size=2, which is there. Leave plan_pp_size out",
+        {"pp_size": 4, "plan_pp_size": 2},
+        "plan_pp_size=2 plans for fewer stages than there are (pp_size=4). Give at least as many",
     ),
     "layers without stages": (
         {"pp_stage_layers": [1, 1]},
@@ -275,6 +275,7 @@ def test_stages_and_their_layers(tmp_path: Path) -> None:
     assert parsed.packing_config(2).pp_size == 4  # without plan_pp_size
     assert parsed.parallel_sizes(8) == ParallelSizes(dp_replicate=2, pp=4)
     assert arguments(tmp_path, pp_size=2, plan_pp_size=2).packing_config(1).pp_size == 2
+    assert arguments(tmp_path, pp_size=2, plan_pp_size=4).packing_config(1).pp_size == 4  # as for a longer pipeline
     sharded = arguments(tmp_path, pp_size=2, cp_size=2, fsdp=True).parallel_sizes(16)
     assert sharded == ParallelSizes(pp=2, dp_shard=4, cp=2)
     with pytest.raises(ValueError, match="pp_size=3 does not divide the 8 processes"):

@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stages": ({"pp_size": 0}, "^pp_size must be a whole number of at least 1, got 0"),
     "another pipeline": (
         {"pp_size": 4, "plan_pp_size": 2},
-        "plan_pp_size=2 plans for fewer stages than there are (pp_size=4). Give at least as many",
+        "plan_pp_size=2 plans for fewer stages than there are",
     ),
     "layers without stages": (
         {"pp_stage_layers": [1, 1]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
@@ -16,7 +17,9 @@ from hf_wlb.packing import PACKER_NAMES, PackingConfig
 from hf_wlb.parallel import ParallelSizes
 from hf_wlb.sharding import SHARDING_STRATEGIES, ShardingConfig
 from hf_wlb.staging import StageCosts, StageLayout
-from hf_wlb.workload import HARDWARE_PRESETS, AnalyticWorkload, WorkloadModel, load_workload
+from hf_wlb.workload import HARDWARE_PRESETS, AnalyticWorkload, ProfiledWorkload, WorkloadModel, load_workload
+
+logger = logging.getLogger(__name__)
 
 #: Whole ways of training: the packers that make each of them, its own first, and its cp_strategy.
 _SYSTEMS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -384,7 +387,14 @@ class WLBTrainingArguments(TrainingArguments):
     def workload_model(self, model_config: Any) -> WorkloadModel:
         """What documents cost: from a profile, a crossover length, or the model's shape and hardware figures."""
         if self.workload_profile is not None:
-            return load_workload(self.workload_profile)
+            workload = load_workload(self.workload_profile)
+            if isinstance(workload, ProfiledWorkload) and workload.compiled != bool(self.torch_compile):
+                logger.warning(
+                    "%s is a profile of layers %s torch_compile, but this run has torch_compile=%s: documents will be "
+                    "weighed wrongly. Measure another one: hf-wlb profile, with --torch-compile or without.",
+                    *(self.workload_profile, "with" if workload.compiled else "without", bool(self.torch_compile)),
+                )
+            return workload
         if self.workload_crossover is not None:
             return AnalyticWorkload.from_crossover(self.workload_crossover)
         hardware = self.workload_hardware or ("cpu" if self.device.type == "cpu" else "h100")

@@ -29,6 +29,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="Few and short shapes, to t
 Recompute = Annotated[
     bool, typer.Option("--gradient-checkpointing", help="Have the profile read as for layers that run forward twice.")
 ]
+Compiled = Annotated[
+    bool, typer.Option("--torch-compile", help="Measure compiled layers, for training with torch_compile.")
+]
 Seed = Annotated[int, typer.Option(help="Of the shapes that are measured to compare with.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the profile, for --profile and workload_profile.")]
 Png = Annotated[Path | None, typer.Option("--png", help="Draw how fast attention is.")]
@@ -46,6 +49,7 @@ def profile_command(
     seconds: Seconds = 150.0,
     quick: Quick = False,
     gradient_checkpointing: Recompute = False,
+    torch_compile: Compiled = False,
     seed: Seed = 0,
     json_file: Json = None,
     png: Png = None,
@@ -67,6 +71,7 @@ def profile_command(
         quick=quick,
         seed=seed,
         gradient_checkpointing=gradient_checkpointing,
+        compiled=torch_compile,
     )
     found = _measure(config, where, options)
     if found is None:
@@ -86,7 +91,7 @@ def profile_command(
 def _measure(config: Any, device_type: str, options: ProfileOptions) -> dict[str, Any] | None:
     """The profile; None on other processes than the first one."""
     from hf_wlb.parallel.launch import joined_processes, process_rank
-    from hf_wlb.profiling import measure_profile
+    from hf_wlb.profiling import MOST_TOKENS, measure_profile
 
     with joined_processes(device_type) as device:
         if process_rank() > 0:
@@ -97,4 +102,10 @@ def _measure(config: Any, device_type: str, options: ProfileOptions) -> dict[str
     took, wanted = found["metadata"]["seconds"], options.seconds
     if took > 1.5 * wanted and not options.quick:
         errors.print(f"Measuring took {took:.0f} s; --seconds {wanted:g} was too little for the fewest shapes.")
+    measured = max(sample["tokens"] for sample in found["linear"])
+    if measured < min(options.longest, MOST_TOKENS) and not options.quick:
+        errors.print(
+            f"Layers were measured with up to {measured:,} tokens only, and what larger micro-batches cost is guessed "
+            "from these. Give more --seconds."
+        )
     return found

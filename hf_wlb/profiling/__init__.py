@@ -9,11 +9,12 @@ from hf_wlb.profiling.exchange import time_exchange
 from hf_wlb.profiling.grid import AttentionBudget
 from hf_wlb.profiling.held_out import held_out_errors
 from hf_wlb.profiling.linear import LayerKind, LinearBench
-from hf_wlb.profiling.profile import ProfileOptions, measure_profile
+from hf_wlb.profiling.profile import MOST_TOKENS, ProfileOptions, measure_profile
 from hf_wlb.profiling.stages import measure_stage_costs
 from hf_wlb.profiling.timing import Stopwatch, forward_backward_seconds, median_seconds
 
 __all__ = [
+    "MOST_TOKENS",
     "AttentionBudget",
     "AttentionShape",
     "LayerKind",

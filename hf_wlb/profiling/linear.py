@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,13 @@ from hf_wlb.profiling.timing import PairTimer, forward_backward_seconds
 Samples = list[dict[str, int | float]]
 SECTIONS = ("linear", "head", "embedding")
 _FEW_TOKENS = 64
+
+
+def _expected_seconds(found: dict[str, Samples], tokens: int, repeats: int) -> float:
+    """Of measuring every part, by what it took for fewer tokens; making the model and compiling left out."""
+    last = [samples[-1] for samples in found.values()]
+    once = sum(sample["forward_seconds"] + sample["backward_seconds"] for sample in last)
+    return (repeats + 1) * once * tokens / last[0]["tokens"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class LinearBench:
         mesh: This process's place: its ``tp_size`` ranks share every matrix, and must do everything here together.
         fused_loss: See ``choose_fused_loss``.
         timer: How to time; None for ``forward_backward_seconds``.
+        compiled: Whether layers are compiled, as with ``torch_compile``.
     """
 
     config: PreTrainedConfig
@@ -58,6 +66,7 @@ class LinearBench:
     mesh: ParallelMesh = field(default_factory=ParallelMesh)
     fused_loss: str = "auto"
     timer: PairTimer | None = None
+    compiled: bool = False
 
     def kinds(self) -> list[LayerKind]:
         """What layers the model has, by running one of each kind once.
@@ -66,7 +75,7 @@ class LinearBench:
             ValueError: If a layer does not attend, or they attend with different heads.
         """
         kernel = CopyKernel()
-        pieces = self._pieces(_FEW_TOKENS, kernel)
+        pieces = replace(self._pieces(_FEW_TOKENS, kernel), compiled=False)
         places, found = pieces.kinds(), list[LayerKind]()
         for place in dict.fromkeys(places):
             kernel.seen.clear()
@@ -93,7 +102,7 @@ class LinearBench:
         token_counts: Iterable[int],
         *,
         repeats: int = 5,
-        enough: Callable[[], bool] = lambda: False,
+        enough: Callable[[float], bool] = lambda seconds: False,
         tell: Callable[[str], None] = lambda line: None,
     ) -> dict[str, Samples]:
         """The sections ``linear``, ``head`` and ``embedding`` of a profile.
@@ -102,7 +111,8 @@ class LinearBench:
             kinds: See ``kinds``; a sample of ``linear`` is of the mean layer.
             token_counts: Tokens of the micro-batches. A process on its own leaves out those that do not fit.
             repeats: Measurements of each part, after one that is not counted.
-            enough: Asked before every micro-batch but the first; must say the same on all ranks.
+            enough: Asked before every micro-batch but the first, with the seconds that its measurements will take by
+                those of the one before; must say the same on all ranks.
             tell: Called with a line about every part.
 
         Raises:
@@ -112,7 +122,7 @@ class LinearBench:
         timer = self.timer or partial(forward_backward_seconds, device=self.device, repeats=repeats)
         kinds = list(kinds)
         for tokens in sorted(set(token_counts)):
-            if found["linear"] and enough():
+            if found["linear"] and enough(_expected_seconds(found, tokens, repeats)):
                 break
             try:
                 times = self._time(kinds, tokens, timer, tell)
@@ -155,4 +165,4 @@ class LinearBench:
         whole, rest = divmod(tokens, limit)
         documents = np.array([limit] * whole + [rest] * (rest > 0), dtype=np.int64)
         inputs = micro_batch(self.config, documents, self.device, AttentionContext(kernel=kernel))
-        return ModelPieces(self.config, self.device, self.dtype, inputs, self.mesh)
+        return ModelPieces(self.config, self.device, self.dtype, inputs, self.mesh, self.compiled)

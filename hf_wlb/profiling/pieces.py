@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_wlb.attention import AttentionContext, ShardTensors, register
 from hf_wlb.attention.registration import IMPLEMENTATION
+from hf_wlb.compilation import CompileDefaults, compile_decoder_layers
 from hf_wlb.data import WLBDataCollator
 from hf_wlb.loss import HeadLoss, choose_fused_loss
 from hf_wlb.loss.head import plain_head
@@ -82,6 +83,7 @@ class ModelPieces:
         dtype: Of weights and hidden states.
         inputs: Of the whole model, see ``micro_batch``.
         mesh: This process's place, for the ranks that share every matrix; they must make and run pieces together.
+        compiled: Whether layers are compiled, as with ``torch_compile``.
     """
 
     config: PreTrainedConfig
@@ -89,6 +91,7 @@ class ModelPieces:
     dtype: torch.dtype
     inputs: dict[str, Any]
     mesh: ParallelMesh = field(default_factory=ParallelMesh)
+    compiled: bool = False
 
     def kinds(self) -> list[int]:
         """For every layer the first one that is like it."""
@@ -105,6 +108,8 @@ class ModelPieces:
         model = stage.model
         if gradient_checkpointing:
             model.activation_checkpointing_enable()
+        if self.compiled:
+            compile_decoder_layers(model, CompileDefaults(self.device), layers=1)
         layer = model.get_submodule(f"{name}.{place}")
         args, kwargs = self._arguments(stage, layer)
         hidden = self._hidden()

@@ -29,6 +29,8 @@ from hf_wlb.profiling.timing import PairTimer, median_seconds
 _ATTENTION, _HELD_OUT, _LINEAR = 0.5, 0.2, 0.2  # of the time; collectives need little of the rest
 _PROBE = 4_160
 _TOKENS = (1_024, 4_096, 16_384, 65_536)
+MOST_TOKENS = _TOKENS[-1]
+"""Tokens of the largest micro-batch that layers are measured with."""
 _QUICK_TOKENS = (128, 512)
 _BYTES = tuple(4**power for power in range(7, 15))  # 16 KiB to 256 MiB
 _QUICK_BYTES = (4_096, 65_536)
@@ -49,6 +51,7 @@ class ProfileOptions:
         held_out: Random shapes of attention to compare with.
         seed: Of these.
         gradient_checkpointing: How the profile is to be read: whether layers' forwards run twice.
+        compiled: Whether layers are compiled, as in training with ``torch_compile``.
 
     Raises:
         ValueError: For seconds that are not above 0, fewer than 64 tokens, or fewer than 4 shapes held out.
@@ -64,6 +67,7 @@ class ProfileOptions:
     held_out: int = 40
     seed: int = 0
     gradient_checkpointing: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -130,7 +134,13 @@ class _Profiler:
     def run(self) -> dict[str, Any]:
         begun, options = self.clock(), self.options
         bench = LinearBench(
-            self.config, self.device, options.dtype, self.mesh, fused_loss=options.fused_loss, timer=self.timer
+            self.config,
+            self.device,
+            options.dtype,
+            self.mesh,
+            fused_loss=options.fused_loss,
+            timer=self.timer,
+            compiled=options.compiled,
         )
         kinds = bench.kinds()
         shape, kernel = kinds[0].shape, self._kernel(kinds)
@@ -151,7 +161,12 @@ class _Profiler:
             collectives=self._collectives(shape),
             layers=[{"count": count, "window": window} for window, count in layers.items()],
             model=self._model(),
-            metadata={"processes": process_count(), "quick": options.quick, "seed": options.seed},
+            metadata={
+                "processes": process_count(),
+                "quick": options.quick,
+                "seed": options.seed,
+                "compiled": options.compiled,
+            },
         )
         profile["gradient_checkpointing"] = options.gradient_checkpointing
         profile["metadata"]["held_out"] = held_out_errors(profile, others, middle)
@@ -220,10 +235,11 @@ class _Profiler:
             _QUICK_TOKENS if self.options.quick else tuple(n for n in _TOKENS if n <= max(self.options.longest, 1024))
         )
         between = [round((first * last) ** 0.5) for first, last in pairwise(grid)]
-        begun = self.clock()
 
-        def enough() -> bool:
-            return self._latest(self.clock() - begun) > _LINEAR * self.options.seconds
+        def enough(expected: float) -> bool:
+            # Not by the clock: making the model and compiling it take longer than measuring, and without samples of
+            # as many tokens as micro-batches have a profile says nothing about them.
+            return self._latest(expected) > _LINEAR * self.options.seconds
 
         found = bench.time(kinds, [*grid, *between], repeats=self.options.repeats, enough=enough, tell=self.tell)
         first: dict[str, list[dict[str, int | float]]] = gather_objects(found)[0]  # all have measured the same

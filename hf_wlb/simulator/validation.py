@@ -149,10 +149,17 @@ def step_model(
         profile: Measured costs; None for those that the launch was planned by, if these were measured.
 
     Raises:
-        ValueError: If no preset fits and no cluster is given, or the profile lacks what it takes.
+        ValueError: If no preset fits and no cluster is given, or the profile lacks what it takes or is of layers that
+            were compiled where the launch's were not, or the other way round.
     """
     if profile is None and isinstance(launch.workload, ProfiledWorkload):
         profile = launch.workload
+    if profile is not None and profile.compiled != launch.compiled:
+        layers = ["layers as they are", "compiled layers"]
+        raise ValueError(
+            f"The profile is of {layers[profile.compiled]}, but {launch.label} trained {layers[launch.compiled]}. "
+            "Measure one like it: hf-wlb profile, with --torch-compile or without."
+        )
     return StepModel.of(
         launch.config,
         launch.split,

@@ -83,7 +83,7 @@ class TrainerAttention:
         """
         shapes = Counter(layer.shape for layer in layers)
         types = dict.fromkeys(str(request.dtype).removeprefix("torch.") for request in requests)
-        everywhere = {
+        everywhere: dict[str, object] = {
             "gradient_checkpointing": bool(args.gradient_checkpointing),
             "regather_key_values": regather,
             "kv_head_groups": args.kv_head_groups,

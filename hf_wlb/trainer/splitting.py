@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 
+from hf_wlb.compilation import compile_decoder_layers, no_whole_model_compilation
 from hf_wlb.parallel import (
     ParallelMesh,
     ParallelSizes,
@@ -29,7 +30,6 @@ from hf_wlb.parallel import (
     verify_shapes,
     wrap_data_parallel,
 )
-from hf_wlb.trainer.compilation import compile_decoder_layers, no_whole_model_compilation
 from hf_wlb.trainer.stages import StagedModel
 from hf_wlb.trainer.training_loss import causal_lm_of
 from hf_wlb.training_args import WLBTrainingArguments

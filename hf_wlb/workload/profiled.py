@@ -58,6 +58,11 @@ class ProfiledWorkload(WorkloadModel):
         if tokens is not None and (not is_whole_number(tokens) or tokens < 1):
             raise ValueError(f"micro_batch_tokens must be a whole number of at least 1, not {tokens!r}.")
 
+    @property
+    def compiled(self) -> bool:
+        """Whether layers were compiled (``torch_compile``) when they were measured."""
+        return bool(self.profile.metadata.get("compiled", False))
+
     @cached_property
     def _attention_curve(self) -> AttentionCurve:
         q_lens, kv_lens, forward, backward = zip(*self.profile.attention, strict=True)

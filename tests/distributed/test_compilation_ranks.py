@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_wlb.attention import AttentionContext
+from hf_wlb.compilation import compile_decoder_layers
 from hf_wlb.parallel import ProcessGroupExchange
-from hf_wlb.trainer.compilation import compile_decoder_layers
 from tests.numerics.test_families import ACCEPTED, build
 from tests.support.compiled import compile_arguments, graphs, inputs_of, loss_and_gradients_of, micro_batches
 from tests.support.oracle import gradients_of, relative_error, worst_error

@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
-import hf_wlb.trainer.compilation as compilation
+import hf_wlb.compilation as compilation
 from hf_wlb.attention import AttentionContext, ShardTensors, document_attention_enabled
-from hf_wlb.trainer.compilation import compile_decoder_layers, no_whole_model_compilation
+from hf_wlb.compilation import compile_decoder_layers, no_whole_model_compilation
 from tests.numerics.test_families import ACCEPTED, build
 from tests.support.compiled import compile_arguments, graphs, inputs_of, loss_and_gradients_of, micro_batches
 from tests.support.oracle import relative_error, worst_error

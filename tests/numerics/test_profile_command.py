@@ -3,6 +3,7 @@
 The clock is a made-up one that counts: the FLOPs of matrix products in a forward and in its backward.
 """
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+import hf_wlb.compilation as compilation
 from hf_wlb.attention import AttentionContext
 from hf_wlb.attention.kernels import AttentionOptions, ReferenceKernel
 from hf_wlb.attention.segments import Segments
@@ -32,6 +34,7 @@ from hf_wlb.profiling.pieces import ModelPieces, micro_batch
 from hf_wlb.sharding import Sharder, ShardingConfig
 from hf_wlb.workload import ProfiledWorkload, count_model, load_workload
 from tests.numerics.test_stage_costs_measured import added_products, config_of, tiny
+from tests.support.compiled import graphs
 
 CPU = torch.device("cpu")
 QUICK = ProfileOptions(quick=True, dtype=torch.float32)
@@ -191,7 +194,47 @@ def test_what_does_not_fit_is_left_out_by_one_process_and_said() -> None:
     with pytest.raises(ValueError, match="micro-batch of 10 tokens does not fit one layer of the model on cpu"):
         bench.time(kinds, [10])
     calls = iter(range(100, 200))
-    assert len(bench.time(kinds, [10, 20, 30], enough=lambda: True)["linear"]) == 1
+    assert len(bench.time(kinds, [10, 20, 30], enough=lambda seconds: True)["linear"]) == 1
+
+
+def test_large_micro_batches_are_measured_however_long_models_take_to_be_made() -> None:
+    ticks = itertools.count(0, 1000)
+
+    def profile(seconds: float) -> list[int]:
+        found = measure_profile(
+            tiny(),
+            CPU,
+            ProfileOptions(seconds=seconds, longest=16_384, held_out=4, dtype=torch.float32),
+            timer=lambda forward, backward: (1e-4, 2e-4),
+            clock=lambda: float(next(ticks)),
+        )
+        return [sample["tokens"] for sample in found["linear"]]
+
+    assert profile(60.0) == [1_024, 4_096, 16_384]
+    assert profile(1e-3) == [1_024]  # the time that measuring takes is what counts
+
+
+def test_compiled_layers_are_compiled_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "_settings", lambda args: {"backend": "eager", "mode": None, "dynamic": True})
+
+    def timer(forward: Any, backward: Any) -> tuple[float, float]:
+        backward(forward())
+        return 1.0, 2.0
+
+    before = graphs()
+    bench = LinearBench(tiny(), CPU, torch.float32, timer=timer, compiled=True)
+    kinds = bench.kinds()
+    assert graphs() == before  # nothing is timed yet
+    bench.time(kinds, [64])
+    first = graphs() - before
+    bench.time(kinds, [96])
+    second = graphs() - before - first
+    assert first > second  # which has new layers, but runs what was compiled for others
+    bench.time(kinds, [128])
+    assert graphs() - before - first - second <= second
+    plain = graphs()
+    LinearBench(tiny(), CPU, torch.float32, timer=timer).time(kinds, [64])
+    assert graphs() == plain
 
 
 def test_the_kernel_that_copies_leaves_no_memory_as_it_was() -> None:

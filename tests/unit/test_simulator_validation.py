@@ -216,7 +216,11 @@ def test_measured_costs_of_the_launch_price_its_steps(lines) -> None:
     measured = layer_profile(LAYERS, kv_heads=32, layers=7)
     size = {"cp_size": 4, "pp_size": 1}
     about = {**lines[0], "workload": measured.to_dict(), "settings": {**lines[0]["settings"], **size}}
-    (launch,) = read_measured(text_of([about, *lines[1:]]))
+    (other,) = read_measured(text_of([about, *lines[1:]]))
+    with pytest.raises(ValueError, match=r"is of layers as they are, but .* trained compiled layers"):
+        step_model(other)
+    measured = replace(measured, profile=replace(measured.profile, metadata={"compiled": True}))
+    launch = replace(other, workload=measured)
     assert isinstance(launch.workload, ProfiledWorkload) and launch.layout is None
     counted = replace(launch, workload=AnalyticWorkload.from_crossover(1000))
     assert step_model(launch).profile == step_model(counted, profile=measured).profile is not None

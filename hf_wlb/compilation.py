@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.fx.experimental._config
 from accelerate.utils import TorchDynamoPlugin
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from transformers import Cache, PreTrainedModel, TrainingArguments
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 #: Versions of one piece of a layer, over all models of a process, before a layer that is compiled again and again is an
@@ -30,7 +31,29 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _ATTRIBUTE = "_wlb_compiled_forward"
 
 
-def compile_decoder_layers(model: PreTrainedModel, args: TrainingArguments, *, layers: int | None = None) -> int:
+class CompileArguments(Protocol):
+    """What is read of ``TrainingArguments``."""
+
+    torch_compile: bool
+    torch_compile_backend: str | None
+    torch_compile_mode: str | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, or will be."""
+
+
+@dataclass
+class CompileDefaults:
+    """``CompileArguments`` as of ``torch_compile=True`` alone."""
+
+    device: torch.device
+    torch_compile: bool = True
+    torch_compile_backend: str | None = None
+    torch_compile_mode: str | None = None
+
+
+def compile_decoder_layers(model: PreTrainedModel, args: CompileArguments, *, layers: int | None = None) -> int:
     """Compiles every decoder layer of a model in place, as ``args`` say. Best called before FSDP2 shards them.
 
     Names of modules and parameters, and ``isinstance`` of the layers, stay as they are. Calls with a cache of keys and
@@ -80,7 +103,7 @@ def no_whole_model_compilation() -> TorchDynamoPlugin:
     return TorchDynamoPlugin(backend="no")
 
 
-def _settings(args: TrainingArguments) -> dict[str, Any]:
+def _settings(args: CompileArguments) -> dict[str, Any]:
     """Arguments of ``torch.compile``, checked."""
     backend, mode = args.torch_compile_backend or "inductor", args.torch_compile_mode
     known = torch.compiler.list_backends(exclude_tags=())

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import context_parallel_report
+import contexts_report
 import end_to_end_report
 import measured_report
 import packing
 import packing_report
 import simulated_paper
 import trainer_report
-import two_gpus_report
 from end_to_end_timeline import draw_timeline
 from readme_table import REPOSITORY, between_marks, marks
 
@@ -112,7 +112,7 @@ class Benchmark:
 
 
 END_TO_END, TRAINER, CONVERGENCE = "end_to_end.jsonl", "trainer.json", "convergence.json"
-_TWO_GPUS = "context_parallel_2gpu.json"
+_CONTEXTS = "context_parallel_contexts.json"
 _SHARDING = "torchrun --nproc_per_node {} recipes/benchmarks/context_parallel.py --lengths FILE"
 _SHARDING_KEYS = (
     *("share_8kv_short", "share_8kv_long", "share_32kv_short", "share_32kv_long", "regret_max", "choice_agreement"),
@@ -143,11 +143,11 @@ BENCHMARKS = (
         keys=dict.fromkeys(_SHARDING_KEYS, ""),
     ),
     Benchmark(
-        _TWO_GPUS,
-        f"{_SHARDING.format(2)} --output {(RESULTS / _TWO_GPUS).as_posix()}",
-        ((PAGE, "context-parallel-2gpu-table", two_gpus_report.results_tables),),
-        figures=two_gpus_report.result,
-        keys={"memory_ratio_2gpu": ""},
+        _CONTEXTS,
+        f"{_SHARDING.format(4)} --parts contexts --output {(RESULTS / _CONTEXTS).as_posix()}",
+        ((PAGE, "context-parallel-contexts-table", contexts_report.contexts_table),),
+        figures=contexts_report.result,
+        keys=dict.fromkeys(("memory_ratio_gathered_again", "memory_ratio_kept"), ""),
     ),
     Benchmark(
         END_TO_END,

@@ -14,7 +14,7 @@ from tests.support.source_tree import REPOSITORY
 from tests.unit.test_end_to_end_benchmark import launch_row, step, text_of
 
 FOLDER = REPOSITORY / "recipes" / "benchmarks"
-MODULES = ("report", "measured_report", "trainer_report", "two_gpus_report", "end_to_end", "end_to_end_cases")
+MODULES = ("report", "measured_report", "trainer_report", "contexts_report", "end_to_end", "end_to_end_cases")
 LABEL = "pp2_128k_fa2"
 WANTED = {
     *("speedup_pp4_128k_fa2", "speedup_pp4_128k_fa4", "speedup_pp2cp2_128k_fa4", "speedup_pp4_64k_fa2"),
@@ -301,27 +301,20 @@ def test_the_trainers_table_without_overhead_pipelines_or_a_run(modules) -> None
     assert "bfloat16, 1 x NVIDIA H100" in modules.trainer_report.results_table(alone)
 
 
-# ---- context parallelism on two GPUs ----
+# ---- groups of KV heads ----
 
 
-def test_parts_of_the_context_parallel_benchmark_are_shown(report, modules) -> None:
+def test_the_part_about_groups_of_kv_heads_is_shown(report, modules) -> None:
     results = json.loads((REPOSITORY / report.RESULTS / "context_parallel.json").read_text())
-    whole = modules.two_gpus_report.results_tables(results)
-    assert whole.startswith(report.context_parallel_report.results_tables(results))
-    for part in results["kv_heads"].values():
-        contexts = part["contexts"]
-        part.clear()
-        part["contexts"] = contexts
-    results["settings"]["cp_size"] = 2
-    results["result"] = {"memory_ratio": 0.98, "regret_max": None}
-    table = modules.two_gpus_report.results_tables(results)
-    assert whole.endswith(table.partition("KV heads,")[2]) and "2 x NVIDIA H200" in table
-    assert "| 8 | automatic groups, kept | 8.03 | 102.51 | 1.695 | 2,866 |" in table
+    table = modules.contexts_report.contexts_table(results)
+    assert "4 x NVIDIA H200" in table and "| 8 | automatic groups, kept | 8.03 | 102.51 | 1.695 | 2,866 |" in table
     assert table.count("\n| 8 | ") == table.count("\n| 32 | ") == 10
-    assert modules.two_gpus_report.result(results) == {"memory_ratio_2gpu": 0.98}
+    figures = modules.contexts_report.result(results)
+    assert figures == {"memory_ratio_gathered_again": 1.5782, "memory_ratio_kept": 1.6952}
     for part in results["kv_heads"].values():
         part["contexts"]["memory"] = None
-    assert "| 8 | automatic groups, kept | 8.03 | 102.51 |  |  |" in modules.two_gpus_report.results_tables(results)
+    assert "| 8 | automatic groups, kept | 8.03 | 102.51 |  |  |" in modules.contexts_report.contexts_table(results)
+    assert set(modules.contexts_report.result(results).values()) == {None}
     results["kv_heads"] = {"8": {}}
-    with pytest.raises(ValueError, match="neither cases nor contexts"):
-        modules.two_gpus_report.results_tables(results)
+    with pytest.raises(ValueError, match="hold no contexts: run the benchmark with --parts contexts"):
+        modules.contexts_report.contexts_table(results)

@@ -219,7 +219,9 @@ def test_measured_costs_of_the_launch_price_its_steps(lines) -> None:
     (other,) = read_measured(text_of([about, *lines[1:]]))
     with pytest.raises(ValueError, match=r"is of layers as they are, but .* trained compiled layers"):
         step_model(other)
-    measured = replace(measured, profile=replace(measured.profile, metadata={"compiled": True}))
+    measured = replace(
+        measured, profile=replace(measured.profile, metadata={**measured.profile.metadata, "compiled": True})
+    )
     launch = replace(other, workload=measured)
     assert isinstance(launch.workload, ProfiledWorkload) and launch.layout is None
     counted = replace(launch, workload=AnalyticWorkload.from_crossover(1000))

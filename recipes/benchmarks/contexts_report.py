@@ -1,4 +1,4 @@
-"""The context-parallel benchmark on two GPUs, of which single parts may have been measured: its table. No torch."""
+"""The context-parallel benchmark's part about groups of KV heads, measured by itself: its table. No torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,16 @@ from typing import Any
 import context_parallel_report as whole
 
 
-def results_tables(results: Mapping[str, Any]) -> str:
-    """The Markdown between the marks of docs/results.md: what of the benchmark's tables the results have parts for.
+def contexts_table(results: Mapping[str, Any]) -> str:
+    """Time and memory when keys and values are exchanged in groups of KV heads, and kept for backward or not.
 
     Raises:
-        ValueError: If they have neither cases nor contexts.
+        ValueError: If the results hold no such part.
     """
-    parts = results["kv_heads"].values()
-    tables = []
-    if all("cases" in part and "choice" in part for part in parts):
-        tables.append(whole.results_tables(results))
-    if any("contexts" in part for part in parts):
-        tables.append(contexts_table(results))
-    if not tables:
-        raise ValueError("The results of two GPUs hold neither cases nor contexts: run the benchmark first.")
-    return "\n\n".join(tables)
-
-
-def contexts_table(results: Mapping[str, Any]) -> str:
-    """Time and memory when keys and values are exchanged in groups of KV heads, and kept for backward or not."""
     settings, about = results["settings"], results["environment"]
     found = {kv_heads: part["contexts"] for kv_heads, part in results["kv_heads"].items() if "contexts" in part}
+    if not found:
+        raise ValueError("The results hold no contexts: run the benchmark with --parts contexts first.")
     names = list(next(iter(found.values()))["ms"])
     headings = ["KV heads", "keys and values", *(f"ms, {name}" for name in names), "peak memory over allowed", "MiB"]
     lines = [
@@ -47,13 +36,15 @@ def contexts_table(results: Mapping[str, Any]) -> str:
             shown = ["", ""] if memory is None else [f"{memory['ratio']:.3f}", f"{memory['peak_mib']:,.0f}"]
             cells = [kv_heads, label, *(f"{contexts['ms'][name][label]:.2f}" for name in names), *shown]
             lines.append(f"| {' | '.join(cells)} |")
-    default = whole.context_label(settings["kv_head_groups"], settings["regather"])
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return "\n".join(
-        [*lines, "", f"Measured by default: *{default}*. {versions}; {about['date']}; `{about['command']}`."]
-    )
+    return "\n".join([*lines, "", f"{versions}; {about['date']}, commit {about['commit']}; `{about['command']}`."])
 
 
 def result(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The benchmark's figures, as far as they were measured, named after the two GPUs."""
-    return {f"{name}_2gpu": figure for name, figure in results["result"].items() if figure is not None}
+    """The largest of the peaks over what is allowed, with settings that are automatic: gathered again, and kept."""
+    found = {}
+    for name, regather in (("gathered_again", True), ("kept", False)):
+        memories = [part["contexts"]["memory"] for part in results["kv_heads"].values() if "contexts" in part]
+        ratios = [memory[whole.context_label(None, regather)]["ratio"] for memory in memories if memory is not None]
+        found[f"memory_ratio_{name}"] = max(ratios, default=None)
+    return found

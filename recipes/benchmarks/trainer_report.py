@@ -149,26 +149,27 @@ def results_table(results: Mapping[str, Any]) -> str:
         f"attention kernel `{machine['attention_kernel']}`; documents drawn from {about['lengths']}, cut at the "
         f"context length. {settings['steps'] - settings['warmups']} steps, the time of the median one."
     )
-    sentences = [
+    mfu = (
         "MFU counts 6 x weights (no embedding lookups) x tokens and causal attention within documents, forward and "
-        "backward, no recomputation, against 989 TFLOP/s.",
+        "backward, no recomputation, against 989 TFLOP/s."
+    )
+    sentences = [
+        *([mfu] if rows else []),
         _overhead_sentence(results),
         *_loss_sentences(runs),
         *(f"`{name}` failed." for name, run in runs.items() if "problem" in run),
     ]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return "\n".join(
-        [
-            head,
-            "",
-            "| split | MFU | tokens/s/GPU | step s | slowest rank over mean | peak GiB | recomputation | compiled |",
-            "|---|---|---|---|---|---|---|---|",
-            *rows.values(),
-            "",
-            f"{' '.join(sentences)} {versions}; {about['date']}, commit {about['commit']}; "
-            "`python recipes/benchmarks/trainer.py`.",
-        ]
-    )
+    table = [
+        head,
+        "",
+        "| split | MFU | tokens/s/GPU | step s | slowest rank over mean | peak GiB | recomputation | compiled |",
+        "|---|---|---|---|---|---|---|---|",
+        *rows.values(),
+        "",
+    ]
+    rest = f"{versions}; {about['date']}, commit {about['commit']}; `python recipes/benchmarks/trainer.py`."
+    return "\n".join([*(table if rows else ["No split was measured.", ""]), f"{' '.join(sentences)} {rest}"])
 
 
 def _markdown_row(name: str, run: Mapping[str, Any], warmups: int) -> str | None:
@@ -195,8 +196,8 @@ def _overhead_sentence(results: Mapping[str, Any]) -> str:
     if found is None:
         return "What `WLBTrainer` adds to a bare loop was not measured."
     return (
-        f"On {found[1]} a step of `WLBTrainer` takes {found[0]:+.1%} against that of a bare loop over the same "
-        "micro-batches."
+        f"On {found[1]} a step of `WLBTrainer` takes {abs(found[0]):.1%} {'longer' if found[0] >= 0 else 'less'} "
+        f"than that of a bare loop over the same micro-batches, of a {results['settings']['model']} Llama."
     )
 
 

@@ -394,6 +394,7 @@ class WLBTrainingArguments(TrainingArguments):
                     "weighed wrongly. Measure another one: hf-wlb profile, with --torch-compile or without.",
                     *(self.workload_profile, "with" if workload.compiled else "without", bool(self.torch_compile)),
                 )
+            self._check_exchange(workload)
             return workload
         if self.workload_crossover is not None:
             return AnalyticWorkload.from_crossover(self.workload_crossover)
@@ -405,6 +406,15 @@ class WLBTrainingArguments(TrainingArguments):
         except ValueError as error:
             raise ValueError(
                 f"{error} Or give workload_crossover, the length at which attention costs as much as the rest."
+            ) from error
+
+    def _check_exchange(self, workload: WorkloadModel) -> None:
+        try:
+            workload.exchange(1, self.cp_size)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.workload_profile} does not say what cp_size={self.cp_size} exchanges. {error} Measure with as "
+                f"many processes: torchrun --nproc_per_node {self.cp_size} -m hf_wlb.cli profile."
             ) from error
 
 

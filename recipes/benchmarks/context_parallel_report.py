@@ -319,8 +319,21 @@ def readme_table(results: Mapping[str, Any]) -> str:
             "",
             f"Over all of them adaptive is {result['speedup_over_per_sequence']:.2f}x as fast as per sequence and "
             f"{result['speedup_over_per_document']:.2f}x as fast as per document, and never more than "
-            f"{result['regret_max']:.1%} behind the best fixed strategy. {environment['date']}.",
+            f"{result['regret_max']:.1%} behind the best fixed strategy. Of micro-batches of {CONTEXTS[-1] // K}K "
+            f"tokens alone the least are {_least_shares(results)}. {environment['date']}.",
         ]
+    )
+
+
+def _least_shares(results: Mapping[str, Any]) -> str:
+    """The shares of RESULT in words."""
+    kinds = {"short": f"all documents under {LONG // K}K", "long": "longer ones, too"}
+    shares = results["result"]
+    return ", ".join(
+        f"{shares[f'share_{kv_heads}kv_{kind}']:.0%} ({kv_heads} KV heads, {words})"
+        for kv_heads in results["kv_heads"]
+        for kind, words in kinds.items()
+        if shares.get(f"share_{kv_heads}kv_{kind}") is not None
     )
 
 

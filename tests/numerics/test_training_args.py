@@ -330,3 +330,16 @@ def test_plans_do_not_depend_on_the_rank(tmp_path: Path) -> None:
     given = arguments(tmp_path)
     assert given.packing_config(2) == given.packing_config(2)
     assert given.packing_config(2).tokens_per_step == 2 * given.packing_config(1).tokens_per_step
+
+
+def test_a_profile_must_know_what_is_exchanged_and_how_layers_ran(tmp_path: Path, caplog: Any) -> None:
+    from tests.support.simulated import profile
+
+    file = tmp_path / "profile.json"
+    profile(collectives=None).save(file)
+    with pytest.raises(ValueError, match=r"cp_size=2 exchanges\..* torchrun --nproc_per_node 2 -m hf_wlb\.cli profile"):
+        arguments(tmp_path, workload_profile=str(file), cp_size=2).workload_model(None)
+    assert arguments(tmp_path, workload_profile=str(file)).workload_model(None) == profile(collectives=None)
+    assert not caplog.records
+    arguments(tmp_path, workload_profile=str(file), torch_compile=True).workload_model(None)
+    assert "is a profile of layers without torch_compile, but this run has torch_compile=True" in caplog.text

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import recipe_parts as parts
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_wlb import WLBTrainer, WLBTrainingArguments
 from hf_wlb.callbacks import MetricsFileCallback
@@ -59,9 +59,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[RecipeArguments, WLBTrainingAr
 def build_tokenizer(recipe: RecipeArguments, texts: Any) -> PreTrainedTokenizerBase:
     """The named tokenizer, the model's own, or one trained on the documents."""
     if recipe.tokenizer is not None:
-        return AutoTokenizer.from_pretrained(recipe.tokenizer)
+        return parts.load_tokenizer(recipe.tokenizer)
     if recipe.model not in MODEL_PRESETS:
-        return AutoTokenizer.from_pretrained(recipe.model)
+        return parts.load_tokenizer(recipe.model)
     return train_byte_level_bpe(texts["text"], vocab_size=recipe.vocab_size)
 
 
@@ -70,7 +70,7 @@ def load_tokenised(recipe: RecipeArguments, training: WLBTrainingArguments) -> t
     if recipe.dataset is not None and recipe.text_column is None:
         rows = load_rows(recipe.dataset, split=recipe.dataset_split, config_name=recipe.dataset_config)
         if "input_ids" in rows.column_names:
-            tokenizer = None if recipe.tokenizer is None else AutoTokenizer.from_pretrained(recipe.tokenizer)
+            tokenizer = None if recipe.tokenizer is None else parts.load_tokenizer(recipe.tokenizer)
             return parts.first_of(parts.with_lengths(rows, recipe), recipe), tokenizer
     texts = load_documents(
         recipe.dataset,

@@ -16,6 +16,7 @@ from rich.table import Table
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     HfArgumentParser,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,6 +33,8 @@ from hf_wlb.trainer import agreed_sizes
 CONFIGS = Path(__file__).parent / "configs"
 PICTURED_STEPS = 32
 WEIGHTS = ("float32", "bfloat16", "auto")
+#: One of them is in every folder with a tokenizer.
+_TOKENIZER_FILES = ("tokenizer*", "tokenization*", "vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken")
 #: Arguments that say what is trained on what; with one of them it is no demonstration.
 _OWN = ("model", "tokenizer", "dataset")
 
@@ -142,6 +145,19 @@ def with_lengths(rows: Any, recipe: ModelArguments) -> Any:
         return {"length": len(row["input_ids"])}
 
     return rows.map(measured, num_proc=recipe.preprocessing_workers, desc="Measuring")
+
+
+def load_tokenizer(place: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of that folder or name.
+
+    Raises:
+        ValueError: There is no file of a tokenizer in the folder: Transformers would speak of missing packages then, or
+            make an empty tokenizer.
+    """
+    folder = Path(place)
+    if folder.is_dir() and not any(path for kind in _TOKENIZER_FILES for path in folder.glob(kind)):
+        raise ValueError(f"There is no tokenizer in {place}; give the folder or name of one as --tokenizer.")
+    return AutoTokenizer.from_pretrained(place)
 
 
 def model_source(

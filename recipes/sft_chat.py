@@ -24,7 +24,7 @@ from typing import Any
 
 import datasets
 import recipe_parts as parts
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_wlb import WLBTrainer, WLBTrainingArguments
 from hf_wlb.callbacks import MetricsFileCallback
@@ -76,7 +76,7 @@ def build_tokenizer(recipe: ChatArguments, chats: Any) -> PreTrainedTokenizerBas
         contents = (message["content"] or "" for messages in rows for message in messages)
         tokenizer = train_byte_level_bpe(contents, vocab_size=recipe.vocab_size - 2)  # and two that begin and end turns
         return add_chat_format(tokenizer) if recipe.chat_template is None else _with_template(tokenizer, recipe)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer or recipe.model)
+    tokenizer = parts.load_tokenizer(recipe.tokenizer or recipe.model)
     return tokenizer if recipe.chat_template is None else _with_template(tokenizer, recipe)
 
 
@@ -132,7 +132,7 @@ def build_model(recipe: ChatArguments, seed: int, tokenizer: PreTrainedTokenizer
                 "chat_template=chatml adds tokens whose embeddings lora_rank would leave untrained. Train the whole "
                 "model, or give a Jinja file that uses tokens which the model knows."
             )
-        known = AutoTokenizer.from_pretrained(recipe.tokenizer or recipe.model)
+        known = parts.load_tokenizer(recipe.tokenizer or recipe.model)
         model = parts.build_model(recipe, seed, known)
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer))

@@ -76,17 +76,31 @@ class LongerDocuments:
 
     Attributes:
         limit: Tokens that stay whole.
-        documents: All documents with tokens.
+        documents: All documents with tokens that are used, each as often as it is used.
         longer: Those above the limit.
         pieces: What these are split into, each of ``limit`` tokens, the last one of a document shorter.
+        given: Documents with tokens in the data.
+        repeated: Whether some are used more than once, as the data have too few.
     """
 
     limit: int
     documents: int
     longer: int
     pieces: int
+    given: int
+    repeated: bool
 
     def __str__(self) -> str:
+        return self._used() + self._split()
+
+    def _used(self) -> str:
+        """Nothing where all of the data are used once."""
+        if self.documents == self.given:
+            return ""
+        repeated = ", repeated as often as needed" if self.repeated else ""
+        return f"{self.documents:,} used of {self.given:,} given{repeated}; "
+
+    def _split(self) -> str:
         if not self.longer:
             return f"none of {self.documents:,} documents is longer than the context of {self.limit:,} tokens"
         return (
@@ -95,18 +109,26 @@ class LongerDocuments:
         )
 
 
-def longer_documents(lengths: LengthArray, limit: int) -> LongerDocuments:
+def longer_documents(lengths: LengthArray, limit: int, *, drawn_from: LengthArray | None = None) -> LongerDocuments:
     """Counts documents that the packers' reader splits at ``limit`` tokens.
 
     Args:
         lengths: Tokens per document, shape ``(documents,)``.
         limit: Tokens that stay whole, at least 1.
+        drawn_from: Tokens of each of the data's documents, shape ``(documents,)``, where ``lengths`` are drawn from
+            them in whole passes, as by ``documents_for``; None if ``lengths`` are the data.
 
     >>> longer_documents(np.array([4, 10, 25, 0]), 10)
-    LongerDocuments(limit=10, documents=3, longer=1, pieces=3)
+    LongerDocuments(limit=10, documents=3, longer=1, pieces=3, given=3, repeated=False)
+    >>> print(longer_documents(np.array([4, 5, 5, 4]), 10, drawn_from=np.array([4, 5])))
+    4 used of 2 given, repeated as often as needed; none of 4 documents is longer than the context of 10 tokens
     """
     longer = lengths[lengths > limit]
-    return LongerDocuments(int(limit), int((lengths > 0).sum()), len(longer), int((-(-longer // limit)).sum()))
+    used = int((lengths > 0).sum())
+    given = used if drawn_from is None else int((drawn_from > 0).sum())
+    return LongerDocuments(
+        int(limit), used, len(longer), int((-(-longer // limit)).sum()), given=given, repeated=used > given
+    )
 
 
 def holds_lengths(path: Path) -> bool:

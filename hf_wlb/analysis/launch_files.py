@@ -39,7 +39,8 @@ class RunFiles:
 
     Attributes:
         choice: What is to be run.
-        model: Preset, or folder or name of a model.
+        model: Preset, or folder or name of a model; a folder as an absolute path, as all paths here, see
+            ``from_anywhere``.
         vocab_size: Entries of the tokenizer that the recipe trains for a preset; None for a model with its own.
         gpus_per_node: GPUs of a machine.
         made_by: The command that planned it, for the files' first lines.
@@ -130,7 +131,7 @@ class RunFiles:
             "gradient_checkpointing": training.candidate.gradient_checkpointing,
             "bf16": True,
             "torch_compile": self.choice.model.compiled,
-            "workload_profile": (folder / WORKLOAD_FILE).as_posix(),
+            "workload_profile": _absolute(folder / WORKLOAD_FILE),
         }
         comments = {
             "context_length": "tokens of a micro-batch on average",
@@ -160,7 +161,7 @@ class RunFiles:
 
     def commands(self, folder: Path) -> list[str]:
         """What to run: on one machine one command; on several one on each of them, the first and the last here."""
-        launch = ["accelerate", "launch", "--config_file", (folder / LAUNCH_FILE).as_posix()]
+        launch = ["accelerate", "launch", "--config_file", _absolute(folder / LAUNCH_FILE)]
         if self.nodes == 1:
             return [shlex.join([*launch, *self._script(folder)])]
         place = ("--main_process_ip", "ADDRESS_OF_MACHINE_0")
@@ -174,7 +175,7 @@ class RunFiles:
         return shlex.join(["sbatch", *options, SLURM_SCRIPT, *self._script(folder)])
 
     def _script(self, folder: Path) -> list[str]:
-        return [RECIPE, "--config", (folder / ARGUMENTS_FILE).as_posix(), "--dataset", self.documents]
+        return [RECIPE, "--config", _absolute(folder / ARGUMENTS_FILE), "--dataset", self.documents]
 
     def _heading(self) -> list[str]:
         found = self.choice.prediction
@@ -184,6 +185,22 @@ class RunFiles:
             f"# Predicted, not measured: {found.tokens_per_second:,.0f} tokens/s, {found.step_seconds:.3g} s a step, "
             f"{found.memory_bytes / 1e9:.0f} GB a GPU.",
         ]
+
+
+def from_anywhere(place: str) -> str:
+    """A file or folder by its absolute path, as the run may start in another folder; a name stays as it is.
+
+    Args:
+        place: What is read from this folder if it is there, and else is a name, on the hub for example.
+
+    >>> from_anywhere("my-organisation/no-folder-of-this-name")
+    'my-organisation/no-folder-of-this-name'
+    """
+    return _absolute(Path(place)) if Path(place).exists() else place
+
+
+def _absolute(path: Path) -> str:
+    return path.resolve().as_posix()
 
 
 def check_free(folder: Path, overwrite: bool) -> None:

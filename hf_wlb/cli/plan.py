@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hf_wlb.analysis.inputs import STANDARD_LIBRARY, holds_lengths, longer_documents
-from hf_wlb.analysis.launch_files import OWN_DOCUMENTS, RunFiles, check_free
+from hf_wlb.analysis.launch_files import OWN_DOCUMENTS, RunFiles, check_free, from_anywhere
 from hf_wlb.analysis.plan_tables import plan_tables
 from hf_wlb.cli.base import ProfileFile, app, check_folders, progress, user_errors, write_json
 from hf_wlb.cli.cluster import chosen_cluster, measured_profile, preset_name, shape_or_config
@@ -99,12 +99,12 @@ def plan_command(
     given |= {"--profile": profile, "--seed": seed or None}
     files = RunFiles(
         result.best,
-        model=preset or model,
+        model=preset or from_anywhere(model),
         vocab_size=config.vocab_size if preset and tokenizer is None else None,
         gpus_per_node=where.gpus_per_node,
         made_by=_said(given) + (" --quick" if quick else ""),
-        documents=OWN_DOCUMENTS if data is None or data == STANDARD_LIBRARY or holds_lengths(Path(data)) else data,
-        text=text.arguments(),
+        documents=_to_train_on(data),
+        text=text._replace(tokenizer=tokenizer and from_anywhere(tokenizer)).arguments(),
     )
     _say_how_to_run(console, files, output, files.write(output, overwrite=overwrite))
     if json_file is not None:
@@ -117,6 +117,13 @@ def plan_command(
 def _priced_by(cluster: Cluster, profile: str | None) -> str:
     measured = "" if profile is None else f", profile {Path(profile).name}"
     return f"{cluster.name}, {cluster.gpus_per_node} GPUs a node{measured}"
+
+
+def _to_train_on(data: str | None) -> str:
+    """The text that was planned for; a place to fill in where there was none that can be trained on."""
+    if data is None or data == STANDARD_LIBRARY or holds_lengths(Path(data)):
+        return OWN_DOCUMENTS
+    return from_anywhere(data)
 
 
 def _said(options: dict[str, Any]) -> str:

@@ -153,8 +153,10 @@ def _check_given(given: typer.Context, paper: bool) -> None:
     if wrong:
         options = {parameter.name: parameter.opts[0] for parameter in given.command.params}
         shown = ", ".join(sorted(options[name] for name in wrong))
+        taken = ", ".join(sorted(options[name] for name in _PAPER_ONLY | _SHARED - {"paper"}))
         raise ValueError(
-            f"{shown} cannot be given with --paper, which simulates the paper's own models and splits."
+            f"{shown} cannot be given with --paper, to which {'it does' if len(wrong) == 1 else 'they do'} not apply; "
+            f"it takes only {taken}."
             if paper
             else f"{shown} can be given with --paper only."
         )
@@ -211,7 +213,7 @@ def _compare(
             max_tokens_per_micro_batch=s_max,
             tell=show,
         )
-    return found, _Documents(source.description, longer_documents(documents, context))
+    return found, _Documents(source.description, longer_documents(documents, context, drawn_from=source.lengths))
 
 
 def _heading(found: Comparison, model: str, micro_batches: int, schedule: ScheduleConfig) -> str:

@@ -66,4 +66,5 @@ class TextOptions(NamedTuple):
             options = {"dataset_split": "--text-split"}
             given = ", ".join(options.get(name, f"--{name.replace('_', '-')}") for name in self.arguments())
             what = "no --data is given" if data is None else f"{Path(data).name} holds lengths"
-            raise ValueError(f"{given} say how to read text, but {what}. Leave them out, or give text as --data.")
+            say, them = ("says", "it") if len(self.arguments()) == 1 else ("say", "them")
+            raise ValueError(f"{given} {say} how to read text, but {what}. Leave {them} out, or give text as --data.")

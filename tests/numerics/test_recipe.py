@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from hf_wlb.data.tokenization import train_byte_level_bpe
+from hf_wlb.presets import preset_config
 from tests.support.oracle import worst_error
 from tests.support.recipes import load_recipe
 from tests.support.source_tree import REPOSITORY
@@ -192,6 +194,20 @@ def test_wrong_input_gets_a_sentence(tmp_path: Path) -> None:
         result = run(tmp_path / "out", **changes)
         assert result.returncode == 2 and "Traceback" not in result.stderr
         assert sentence in result.stderr.strip().splitlines()[-1]
+
+
+def test_a_model_without_a_tokenizer_gets_a_sentence(tmp_path: Path) -> None:
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    preset_config("tiny").save_pretrained(model)
+    rows.write_text(json.dumps({"text": "one two three"}) + "\n")
+    result = run(tmp_path / "out", model=model, dataset=rows)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    sentence = f"There is no tokenizer in {model}; give the folder or name of one as --tokenizer."
+    assert result.stderr.strip().splitlines()[-1] == f"error: {sentence}"
+    # Negative control: with one in its place it is read.
+    train_byte_level_bpe(["one two three"] * 9, vocab_size=300).save_pretrained(model)
+    found = load_recipe("recipe_parts").load_tokenizer(str(model))
+    assert found.decode(found("one two three")["input_ids"], skip_special_tokens=True) == "one two three"
 
 
 def test_empty_documents_are_skipped_and_a_run_without_logs_ends(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hf_wlb.analysis.inputs import read_lengths
+from hf_wlb.analysis.inputs import LengthSource, read_lengths
 from hf_wlb.analysis.launch_files import RunFiles, yaml_value
 from hf_wlb.analysis.plan_tables import plan_tables
 from hf_wlb.cli import app
@@ -148,7 +148,8 @@ def test_documents_above_the_context_are_said(tmp_path) -> None:
         "pieces in all"
     ) in text_of(found)
     said = json.loads(written.read_text())["longer_documents"]
-    assert said == {"limit": 1024, "documents": 3003, "longer": longer, "pieces": pieces}
+    counts = {"limit": 1024, "documents": 3003, "longer": longer, "pieces": pieces}
+    assert said == {**counts, "given": 3003, "repeated": False}
     settings = yaml.safe_load((tmp_path / "out" / "train.yaml").read_text())
     assert settings["max_document_tokens"] == 1024  # and so the trainer does
 
@@ -205,6 +206,42 @@ def test_arguments_hold_the_whole_plan(result: PlanResult) -> None:
     assert settings["tokenizer"] == "./tok" and settings["max_documents"] == 9 and "vocab_size" not in settings
     assert settings.get("pp_stage_layers") == (list(training.stage_layers) if training.split.pp_size > 1 else None)
     assert settings["torch_compile"] is result.best.model.compiled is True
+
+
+def test_files_and_commands_hold_no_relative_paths(result: PlanResult, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files, folder = files_of(result, gpus_per_node=16), Path("plan2")
+    files.write(folder)
+    settings = yaml.safe_load((folder / "train.yaml").read_text())
+    words = [shlex.split(command) for command in (*files.commands(folder), files.slurm_command(folder))]
+    monkeypatch.chdir(REPOSITORY)  # from where it is run
+    assert settings["workload_profile"] == str(tmp_path / "plan2" / "workload.json")
+    assert Path(settings["workload_profile"]).is_file()
+    assert [Path(each[each.index("--config") + 1]).is_file() for each in words] == [True, True]
+    assert Path(words[0][words[0].index("--config_file") + 1]).is_file()
+    assert not Path("plan2/train.yaml").exists()  # negative control: what was written before is not found
+
+
+def test_what_was_given_is_found_from_another_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("docs.jsonl").write_text("")
+    Path("model").mkdir()
+    Path("tok").mkdir()
+    monkeypatch.setattr(TextOptions, "read", lambda *given: LengthSource(LENGTHS, "made up"))
+    monkeypatch.setattr("hf_wlb.cli.plan.shape_or_config", lambda name: shape_of("tiny"))
+    own = ["--model", "model", "--data", "docs.jsonl", "--tokenizer", "tok", "--output", "plan2"]
+    found = run(*SMALL, *own)
+    assert found.exit_code == 0, found.output
+    settings = yaml.safe_load(Path("plan2/train.yaml").read_text())
+    assert (settings["model"], settings["tokenizer"]) == (str(tmp_path / "model"), str(tmp_path / "tok"))
+    words = shlex.split(next(line for line in found.stdout.splitlines() if "accelerate launch" in line))
+    assert words[words.index("--dataset") + 1] == str(tmp_path / "docs.jsonl")
+    # Names stay as they are.
+    named = ["--model", "tiny", "--data", "some/data", "--tokenizer", "some/tokenizer", "--output", "plan3"]
+    found = run(*SMALL, *named)
+    settings = yaml.safe_load(Path("plan3/train.yaml").read_text())
+    assert (settings["model"], settings["tokenizer"]) == ("tiny", "some/tokenizer")
+    assert "--dataset some/data" in found.stdout
 
 
 VALUES = [True, False, 0, 7, 2e-5, 1e22, 0.95, 1.0, [9, 8], ["a", "true"]]

@@ -140,6 +140,22 @@ def test_documents_above_the_context_are_said(tmp_path) -> None:
     assert f"none of {found['documents']:,} documents is longer than the context of 16,384 tokens" in text
 
 
+def test_repeated_documents_are_said(tmp_path) -> None:
+    data, written = tmp_path / "lengths.json", tmp_path / "out.json"
+    given = [*SMALL, "--data", data, "--json", written, "--system", "wlb"]
+    data.write_text(json.dumps([4000, 0, 5000, 6000]))
+    text = " ".join(run(*given).stdout.split())
+    found = json.loads(written.read_text())["longer_documents"]
+    assert found["repeated"] is True and found["given"] == 3 and found["documents"] > 3
+    assert f"Documents: {found['documents']:,} used of 3 given, repeated as often as needed; none of" in text
+    # Negative control: there are enough, and some are left.
+    data.write_text(json.dumps([4000] * 3000))
+    text = " ".join(run(*given).stdout.split())
+    found = json.loads(written.read_text())["longer_documents"]
+    assert found["repeated"] is False and found["given"] == 3000 > found["documents"]
+    assert f"Documents: {found['documents']:,} used of 3,000 given; none of" in text and "repeated" not in text
+
+
 def test_longer_documents_are_those_that_the_reader_splits() -> None:
     lengths = sample_lengths(3000, seed=4)
     config = PackingConfig(8192, 4, max_document_tokens=8192)
@@ -159,7 +175,12 @@ def test_longer_documents_are_those_that_the_reader_splits() -> None:
             ["--model", "550M", "--flat-data", "x", "--output", "y"],
             "--flat-data, --output can be given with --paper only",
         ),
-        (["--paper", "--tp", "2", "--steps", "5"], "--steps, --tp cannot be given with --paper"),
+        (
+            ["--paper", "--tp", "2", "--steps", "5"],
+            "--steps, --tp cannot be given with --paper, to which they do not apply; it takes only --data, "
+            "--flat-data, --measured, --output, --quick, --seed.",
+        ),
+        (["--paper", "--tokenizer", "x"], "--tokenizer cannot be given with --paper, to which it does not apply;"),
         (
             ["--model", "550M", "--system", "mine"],
             "There is no system mine: --system is one of plain-4d; plain-4d, cut",
@@ -177,6 +198,7 @@ def test_longer_documents_are_those_that_the_reader_splits() -> None:
             ["--model", "550M", "--tokenizer", "x", "--text-split", "y"],
             "--tokenizer, --text-split say how to read text",
         ),
+        (["--model", "550M", "--tokenizer", "x"], "--tokenizer says how to read text, but no --data is given"),
         (["--model", "550M", "--profile", "nowhere.json"], "nowhere.json"),
         (["--paper", "--data", "nowhere.json"], "nowhere.json"),
         (["--paper", "--quick", "--measured", "nowhere.json"], "nowhere.json"),

@@ -10,7 +10,8 @@ A small Llama is trained for one pass over the Python sources of this machine, w
 come (sequential), by Algorithm 1 with its outlier queues (wlb) and by the default packer (steady), from the same
 weights and over the same documents in the same order; then twice more sequentially from other weights, to show what
 difference means nothing. Every run is a process on one GPU and leaves a file in ``--folder``; a call that finds it
-there does not repeat the run. The last line printed is ``RESULT`` and JSON.
+there does not repeat the run, so that after Ctrl-C (exit code 130) the same command goes on. The last line printed is
+``RESULT`` and JSON.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from convergence_cases import (
     QUICK,
     RUNS,
     SCHEMA,
+    Job,
     Run,
     Settings,
     chosen_runs,
@@ -41,7 +43,6 @@ from convergence_cases import (
     text_folders,
     write_json,
 )
-from convergence_run import Job
 from readme_table import REPOSITORY, RESULTS_PAGE
 
 from hf_wlb.analysis.environment import environment
@@ -53,6 +54,8 @@ RESULTS = HERE / "results" / "convergence.json"
 FOLDER = REPOSITORY / "runs" / "convergence"
 POLL_S = 0.2
 SHOWN_OF_LOG = 3_000  # characters, where a run fails
+PATIENCE_S = 10.0  # for a run that is told to end; then it is killed
+HIDDEN = {"--text": "FOLDER", "--folder": "FOLDER", "--documents": "FOLDER", "--output": "FILE"}
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -87,6 +90,24 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """
     given = {entry.name: getattr(options, entry.name) for entry in fields(Settings)}
     return replace(QUICK if options.quick else Settings(), **{k: v for k, v in given.items() if v is not None})
+
+
+def shown_words(words: Sequence[str]) -> list[str]:
+    """The command line without the paths of this machine.
+
+    Args:
+        words: As given; options may be shortened, as argparse allows.
+
+    >>> shown_words(["--text", "/a/b", "/c", "--out", "/d/e.json", "--folder=/f", "--commit", "a/b"])
+    ['--text', 'FOLDER', 'FOLDER', '--out', 'FILE', '--folder=FOLDER', '--commit', 'a/b']
+    """
+    shown, option = list[str](), ""
+    for word in words:
+        given, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        option = given or option
+        hidden = next((kind for name, kind in HIDDEN.items() if option and name.startswith(option)), value)
+        shown.append(given + equals + (hidden if os.sep in value else value))
+    return shown
 
 
 def documents(options: argparse.Namespace, settings: Settings, folder: Path) -> dict[str, Any]:
@@ -141,6 +162,15 @@ def start(job: Job, gpu: int) -> Started:
     return Started(job.run, process, log, gpu, time.perf_counter())
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Waits for a process that was told to end; kills it if it does not."""
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def run_all(jobs: Sequence[Job], places: Sequence[int], finished: Any) -> list[str]:
     """Runs all jobs, one at a place at once, and calls ``finished`` after each that succeeds.
 
@@ -173,7 +203,8 @@ def run_all(jobs: Sequence[Job], places: Sequence[int], finished: Any) -> list[s
     finally:
         for one in running:
             one.process.terminate()
-            one.process.wait()
+        for one in running:
+            end(one.process)
             one.log.close()
     return failed
 
@@ -193,8 +224,8 @@ def benchmark(options: argparse.Namespace, temporary: Path) -> tuple[dict[str, A
     output = options.output or (folder / RESULTS.name if options.quick else RESULTS)
     places = (options.documents or folder / "documents").resolve()
     about = documents(options, settings, places)
-    words = [word if "/" not in word else "FOLDER" for word in sys.argv[1:]]
-    found = environment(shlex.join(["python", "recipes/benchmarks/convergence.py", *words]), settings.seed)
+    command = ["python", "recipes/benchmarks/convergence.py", *shown_words(sys.argv[1:])]
+    found = environment(shlex.join(command), settings.seed)
     results: dict[str, Any] = {
         "schema": SCHEMA,
         "columns": show.COLUMNS,
@@ -229,7 +260,7 @@ def benchmark(options: argparse.Namespace, temporary: Path) -> tuple[dict[str, A
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 1 if a run failed, 2 for what the user can mend."""
+    """Runs the benchmark; 1 if a run failed, 2 for what the user can mend, 130 after Ctrl-C."""
     options = arguments(given)
     failed: list[str] = []
     try:
@@ -248,6 +279,11 @@ def main(given: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        kept = options.folder is not None or not options.quick
+        goes_on = "goes on" if kept else "begins anew (--folder keeps the runs that are finished)"
+        print(f"interrupted; the same command {goes_on}", file=sys.stderr)
+        return 130
     print("RESULT", json.dumps(results["result"]), flush=True)
     return int(bool(failed))
 

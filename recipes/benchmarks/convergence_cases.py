@@ -102,7 +102,7 @@ QUICK = Settings(
     learning_rate=3e-3,
     warmup=4,
     held_out_tokens=4_000,
-    evaluations=2,
+    evaluations=4,
 )
 
 
@@ -325,3 +325,39 @@ def read_json(file: Path, settings: Settings, fingerprint: str | None = None) ->
     if fingerprint is not None and found.get("fingerprint") != fingerprint:
         raise ValueError(f"{file} is of a run that trained other documents. {away}")
     return found
+
+
+# ---- processes ----
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the process of a run does.
+
+    Attributes:
+        settings: Common to all runs.
+        run: This one.
+        about: What is known of the documents, see ``prepare_documents``.
+        documents: Their folder.
+        folder: The results go there, and the trainer's own files.
+        use_cpu: On the CPU.
+    """
+
+    settings: Settings
+    run: Run
+    about: dict[str, Any]
+    documents: str
+    folder: str
+    use_cpu: bool = False
+
+    def save(self) -> Path:
+        """Writes it for the process; returns the file."""
+        file = Path(self.folder) / f"{self.run.file_name}.job"
+        write_json(file, asdict(self))
+        return file
+
+    @classmethod
+    def load(cls, file: Path) -> Job:
+        """Reads it."""
+        given = json.loads(file.read_text(encoding="utf-8"))
+        return cls(**{**given, "settings": Settings(**given["settings"]), "run": Run(**given["run"])})

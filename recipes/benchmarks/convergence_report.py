@@ -163,6 +163,27 @@ def differences(runs: Mapping[str, Any], name: str) -> tuple[Figures, Figures]:
 # ---- shown ----
 
 
+def count_text(count: float) -> str:
+    """A number of tokens or parameters: in full below a million.
+
+    >>> [count_text(count) for count in (512, 40_960, 999_999, 49_152_000, 2_345_000_000)]
+    ['512', '40,960', '999,999', '49.2M', '2,345.0M']
+    """
+    return f"{count:,.0f}" if count < 1e6 else f"{count / 1e6:,.1f}M"
+
+
+def apart_text(value: float) -> str:
+    """A difference as a share, in words.
+
+    >>> [apart_text(value) for value in (-0.0022, 0.01, 0.00001)]
+    ['0.22% below', '1.00% above', 'level with']
+    """
+    shown = f"{abs(value):.2%}"
+    if shown == "0.00%":
+        return "level with"
+    return f"{shown} {'below' if value < 0 else 'above'}"
+
+
 def _signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.2%}"
 
@@ -174,7 +195,7 @@ def _row(name: str, runs: Mapping[str, Any]) -> str:
     cells = (
         name,
         f"{len(run['loss']):,}",
-        f"{sum(run['tokens']) / 1e6:.1f}M",
+        count_text(sum(run["tokens"])),
         f"{packing['delay']:.2f}",
         f"{packing['delay_worst']:.0f}",
         f"{run['delayed_share']:.0%}",
@@ -205,9 +226,9 @@ def results_table(results: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(_row(name, runs) for name in runs),
         "",
-        f"A Llama of {machine['parameters'] / 1e6:.1f}M parameters, one pass over {texts['documents']:,} Python source "
-        f"files ({texts['tokens'] / 1e6:.1f}M tokens of a byte-level BPE of {settings['vocabulary']:,}; median file "
-        f"{texts['median']:,} tokens, longest {texts['longest']:,}: lengths of files have a long tail by nature), "
+        f"A Llama of {count_text(machine['parameters'])} parameters, one pass over {texts['documents']:,} Python "
+        f"source files ({count_text(texts['tokens'])} tokens of a byte-level BPE of {settings['vocabulary']:,}; median "
+        f"file {texts['median']:,} tokens, longest {texts['longest']:,}: lengths of files have a long tail by nature), "
         f"{texts['held_out'][0]:,} other files held out. {settings['micro_batches']} micro-batches a step of "
         f"{settings['context_length']:,} tokens on average, longer files split; packed as for {settings['pp_size']} "
         f"pipeline stages, with attention as costly as the rest at {settings['crossover']:,.0f} tokens, so that a "
@@ -229,11 +250,11 @@ def results_table(results: Mapping[str, Any]) -> str:
 def _verdict(results: Mapping[str, Any], largest: float | None) -> str:
     runs = results["runs"]
     found = [(name, value) for name in (DEFAULT, PAPER) if (value := difference(runs, name)) is not None]
-    shown = " and ".join(f"`{name}` ends {value:+.2%}" for name, value in found)
+    shown = " and ".join(f"`{name}` {apart_text(value)}" for name, value in found)
     within = all(abs(value) <= ALLOWED for _, value in found)
     against = "" if largest is None else f"; sequential runs from other initial weights are up to {largest:.2%} apart"
     verdict = "within" if within else "not within"
-    return f"On held-out documents {shown} from sequential packing, {verdict} {ALLOWED:.1%}{against}."
+    return f"The held-out loss at the end: {shown} that of sequential packing, {verdict} {ALLOWED:.1%}{against}."
 
 
 def with_table(page: str, table: str) -> str:
@@ -255,41 +276,45 @@ def draw(results: Mapping[str, Any], png: str | Path) -> Path:
     names = [name for name in (PLAIN, PAPER, DEFAULT) if name in runs]
     colours = packer_colours(names)
     seeds = [name for name in runs if is_noise(name)]
-    figure, (left, right) = new_figure(10.6, 4.4, 2, "The same documents, in order and delayed: what a model learns")
+    figure, (left, right) = new_figure(10.6, 4.8, 2, "The same documents, in order and delayed: what a model learns")
+    trained = max(sum(run["tokens"]) for run in runs.values())
+    unit, word = (1e6, "millions") if trained >= 1e6 else (1e3, "thousands")
     for axes in (left, right):
         axes.grid(axis="y", color="#E4E4E4", linewidth=0.7)
-        axes.set_xlabel("tokens trained, millions", fontsize=10.5)
+        axes.set_xlabel(f"tokens trained, {word}", fontsize=10.5)
+        axes.set_xlim(0, 1.02 * trained / unit)  # both panels the same, though losses are evaluated later
     for number, name in enumerate(seeds):
         label = "sequential, other initial weights" if number == 0 else None
-        left.plot(*_millions(smoothed(runs[name])), color="#B8B8B8", linewidth=1.2, label=label, zorder=2)
+        left.plot(*_curve(runs[name], unit), color="#B8B8B8", linewidth=1.2, label=label, zorder=2)
     for name, style in zip(names, ("-", "--", ":"), strict=False):
         delay = runs[name]["packing"]["delay"]
         text = name if name == PLAIN else f"{name}, mean delay {delay:.2f} steps"
-        left.plot(*_millions(smoothed(runs[name])), color=colours[name], ls=style, linewidth=1.9, label=text, zorder=3)
+        left.plot(*_curve(runs[name], unit), color=colours[name], ls=style, linewidth=1.9, label=text, zorder=3)
     left.set_ylabel("training loss", fontsize=10.5)
     left.set_title("Training loss, smoothed", fontsize=11, color=INK)
-    left.legend(frameon=False, fontsize=9.5)
     right.axhline(0, color=colours[PLAIN], linewidth=1.9, label=PLAIN, zorder=2)
     if seeds:
-        _draw_noise(right, [differences(runs, name) for name in seeds])
+        _draw_noise(right, [differences(runs, name) for name in seeds], unit)
     for name in names[1:]:
         tokens, values = differences(runs, name)
-        right.plot(tokens / 1e6, values, "o-", color=colours[name], linewidth=1.9, ms=4, label=name, zorder=3)
+        right.plot(tokens / unit, values, "o-", color=colours[name], linewidth=1.9, ms=4, label=name, zorder=3)
     for limit in (-100 * ALLOWED, 100 * ALLOWED):
         right.axhline(limit, color=GREY, linestyle="--", linewidth=1.0, zorder=1)
     right.set_ylabel("held-out loss against sequential, %", fontsize=10.5)
     right.set_title(f"Held-out loss; dashed: {ALLOWED:.1%} either way", fontsize=11, color=INK)
-    right.legend(fontsize=9.5, edgecolor="none", framealpha=0.85)
+    for axes in (left, right):  # below the panels, where no line is covered
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=9.5)
     return save(figure, png)
 
 
-def _millions(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [tokens / 1e6 for tokens, _ in points], [loss for _, loss in points]
+def _curve(run: Mapping[str, Any], unit: float) -> tuple[list[float], list[float]]:
+    points = smoothed(run)
+    return [tokens / unit for tokens, _ in points], [loss for _, loss in points]
 
 
-def _draw_noise(axes: Any, found: Sequence[tuple[Figures, Figures]]) -> None:
+def _draw_noise(axes: Any, found: Sequence[tuple[Figures, Figures]], unit: float) -> None:
     """A band as wide as plain runs from other weights are apart, either way."""
     tokens = found[0][0]
     widest = np.max([np.abs(np.interp(tokens, *pair)) for pair in found], axis=0)
     label = "sequential, other initial weights"
-    axes.fill_between(tokens / 1e6, -widest, widest, color="#D8D8D8", linewidth=0, label=label, zorder=0)
+    axes.fill_between(tokens / unit, -widest, widest, color="#D8D8D8", linewidth=0, label=label, zorder=0)

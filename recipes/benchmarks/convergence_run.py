@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from convergence_cases import SCHEMA, Documents, Run, Settings, write_json
+from convergence_cases import SCHEMA, Documents, Job, Settings, write_json
 from transformers import LlamaConfig, PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_wlb import WLBTrainer, WLBTrainingArguments
@@ -19,39 +18,6 @@ from hf_wlb.presets import ROPE_THETA
 from hf_wlb.profiling import device_name, library_versions
 
 WORKERS = 2  # that fetch and collate
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the process does.
-
-    Attributes:
-        settings: Common to all runs.
-        run: This one.
-        about: What is known of the documents, see ``prepare_documents``.
-        documents: Their folder.
-        folder: The results go there, and the trainer's own files.
-        use_cpu: On the CPU.
-    """
-
-    settings: Settings
-    run: Run
-    about: dict[str, Any]
-    documents: str
-    folder: str
-    use_cpu: bool = False
-
-    def save(self) -> Path:
-        """Writes it for the process; returns the file."""
-        file = Path(self.folder) / f"{self.run.file_name}.job"
-        write_json(file, asdict(self))
-        return file
-
-    @classmethod
-    def load(cls, file: Path) -> Job:
-        """Reads it."""
-        given = json.loads(file.read_text(encoding="utf-8"))
-        return cls(**{**given, "settings": Settings(**given["settings"]), "run": Run(**given["run"])})
 
 
 class Recorder(TrainerCallback):

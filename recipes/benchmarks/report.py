@@ -1,10 +1,11 @@
 """Every generated table and picture of README.md and docs/, and the figures as one line, from the committed results.
 
     python recipes/benchmarks/report.py           # renews them; the last line printed is RESULT and JSON
-    python recipes/benchmarks/report.py --check   # writes nothing; exit code 1 if a page shows anything else
+    python recipes/benchmarks/report.py --check   # writes nothing; exit code 1 if a page shows anything else, or a
+                                                  # picture is not there
 
 Nothing is measured or simulated here: what no results are committed for is null in RESULT, and said in a sentence each
-before it and on the pages. Pictures are not compared: their bytes depend on Matplotlib's version.
+before it and on the pages. Pictures have to be there but are not compared: their bytes depend on Matplotlib's version.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,21 @@ RENEW = "python recipes/benchmarks/report.py"
 
 
 def stored(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The figures that the benchmark wrote into its file."""
+    """The figures of the results, see ``read_sharding`` and ``read_trainer``."""
     figures: Mapping[str, Any] = found["result"]
     return figures
+
+
+def read_sharding(text: str) -> dict[str, Any]:
+    """Results of ``context_parallel.py``, with the figures of the last line as their samples give them."""
+    found: dict[str, Any] = json.loads(text)
+    return {**found, "result": context_parallel_report.result_line(found)}
+
+
+def read_trainer(text: str) -> dict[str, Any]:
+    """Results of ``trainer.py``, likewise."""
+    found: dict[str, Any] = json.loads(text)
+    return {**found, "result": trainer_report.result(found["runs"], found["settings"]["warmups"])}
 
 
 def end_to_end_figures(launches: Sequence[end_to_end_report.Launch]) -> Mapping[str, Any]:
@@ -74,6 +88,19 @@ def draw_convergence(found: Mapping[str, Any], folder: Path) -> None:
     lazily("convergence_report", "draw")(found, folder / "convergence.png")
 
 
+def packing_pictures(found: Mapping[str, Any]) -> Sequence[str]:
+    """Those that ``packing.draw`` makes: without sweeps only the first."""
+    sweeps = found["sources"][found["result"]["lengths"]]["sweeps"]
+    pictures = ("packing_time", "time_against_delay", "time_against_waiting", "time_against_waiting_64")
+    return [f"{name}.png" for name in pictures[: None if sweeps else 1]]
+
+
+def paper_pictures(found: Mapping[str, Any]) -> Sequence[str]:
+    """Those that ``draw_all`` makes."""
+    names = ("fig12", "fig13", "fig14", "fig15", "sensitivity", "explanation")
+    return [f"simulated_{name}.png" for name in names]
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """What is made of one results file.
@@ -86,6 +113,7 @@ class Benchmark:
         keys: What RESULT holds in any case, and the options with which the command measures it.
         read: The results from the file's text.
         draw: Renews its pictures in a folder.
+        pictures: Names of the pictures that have to be there, from the results.
     """
 
     file: str
@@ -95,6 +123,7 @@ class Benchmark:
     keys: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[str], Any] = json.loads
     draw: Callable[[Any, Path], object] | None = None
+    pictures: Callable[[Any], Sequence[str]] = lambda found: ()
 
     @property
     def script(self) -> str:
@@ -105,9 +134,43 @@ class Benchmark:
         """What stands on the pages without results."""
         return f"No `{self.file}`, the results of `{self.script}`, is committed in this version."
 
+    @contextmanager
+    def damage_named(self) -> Iterator[None]:
+        """Around whatever reads the results: what fails there becomes one sentence.
+
+        Raises:
+            ValueError: Names the file and the command that renews it.
+        """
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StopIteration) as error:
+            said = f"it has no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+            raise ValueError(
+                f"{(RESULTS / self.file).as_posix()} is damaged or not what {self.script} writes ({said}): restore it, "
+                f"or remove it and renew it with `{self.command}`"
+            ) from error
+
+    def read_file(self, file: Path) -> Any:
+        """The results.
+
+        Raises:
+            ValueError: If it holds none.
+        """
+        with self.damage_named():
+            text = file.read_text(encoding="utf-8")
+            if not text.strip():
+                raise ValueError("it is empty")
+            found = self.read(text)
+            if not found:
+                raise ValueError("it holds no results")
+            return found
+
     def result(self, found: Any | None) -> dict[str, Any]:
         """Its part of RESULT: figures that are there, and None for those of ``keys`` that are not."""
-        figures = {} if found is None or self.figures is None else self.figures(found)
+        figures: Mapping[str, Any] = {}
+        if found is not None and self.figures is not None:
+            with self.damage_named():
+                figures = self.figures(found)
         return {**dict.fromkeys(self.keys), **{key: value for key, value in figures.items() if value is not None}}
 
 
@@ -131,6 +194,7 @@ BENCHMARKS = (
             (PAGE, "packing-table", packing_report.results_tables),
         ),
         draw=packing.draw,
+        pictures=packing_pictures,
     ),
     Benchmark(
         "context_parallel.json",
@@ -141,6 +205,7 @@ BENCHMARKS = (
         ),
         figures=stored,
         keys=dict.fromkeys(_SHARDING_KEYS, ""),
+        read=read_sharding,
     ),
     Benchmark(
         _CONTEXTS,
@@ -164,6 +229,7 @@ BENCHMARKS = (
         ((PAGE, "trainer-table", trainer_report.results_table),),
         figures=stored,
         keys={"mfu_best": "", "overhead": ""},
+        read=read_trainer,
     ),
     Benchmark(
         CONVERGENCE,
@@ -172,6 +238,7 @@ BENCHMARKS = (
         figures=convergence_figures,
         keys={"convergence_diff": ""},
         draw=draw_convergence,
+        pictures=lambda found: ("convergence.png",),
     ),
     Benchmark(
         "simulated_paper.json",
@@ -181,6 +248,7 @@ BENCHMARKS = (
             (PAGE, "paper-table", simulated_paper.results_tables),
         ),
         draw=draw_all,
+        pictures=paper_pictures,
     ),
 )
 
@@ -192,7 +260,7 @@ def load(folder: Path) -> dict[str, Any]:
         ValueError: If one is not what its benchmark writes.
     """
     return {
-        benchmark.file: benchmark.read((folder / benchmark.file).read_text(encoding="utf-8"))
+        benchmark.file: benchmark.read_file(folder / benchmark.file)
         for benchmark in BENCHMARKS
         if (folder / benchmark.file).is_file()
     }
@@ -208,7 +276,8 @@ def generated(results: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     for benchmark in BENCHMARKS:
         found = results.get(benchmark.file)
         for page, name, table in benchmark.tables:
-            pages.setdefault(page, {})[name] = benchmark.absent() if found is None else table(found)
+            with benchmark.damage_named():
+                pages.setdefault(page, {})[name] = benchmark.absent() if found is None else table(found)
     pages.setdefault(README, {})[SUMMARY] = summary(results)
     return pages
 
@@ -218,9 +287,22 @@ def summary(results: Mapping[str, Any]) -> str:
     convergence = results.get(CONVERGENCE)
     figures = None
     if convergence is not None:
-        device = next(iter(convergence["runs"].values()))["device"]
-        figures = {**convergence_figures(convergence), "on": f"1 x {device} a run"}
+        with next(one for one in BENCHMARKS if one.file == CONVERGENCE).damage_named():
+            device = next(iter(convergence["runs"].values()))["device"]
+            figures = {**convergence_figures(convergence), "on": f"1 x {device} a run"}
     return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures)
+
+
+def page_text(root: Path, page: str) -> str:
+    """The text of a page.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    file = root / page
+    if not file.is_file():
+        raise ValueError(f"{page} is missing: restore it, for only what stands between its marks is generated")
+    return file.read_text(encoding="utf-8")
 
 
 def renewed(text: str, tables: Mapping[str, str], page: str) -> str:
@@ -245,23 +327,43 @@ def differences(root: Path) -> list[str]:
     """
     sentences = []
     for page, tables in generated(load(root / RESULTS)).items():
-        text = (root / page).read_text(encoding="utf-8")
+        text = page_text(root, page)
         if renewed(text, tables, page) != text:
             wrong = [name for name, table in tables.items() if between_marks(text, table, *marks(name), page) != text]
             sentences.append(f"{page} differs from {RESULTS.as_posix()} in {', '.join(wrong)}: run {RENEW}")
     return sentences
 
 
+def missing_pictures(root: Path) -> list[str]:
+    """A sentence for every picture that results are there for and that is not.
+
+    Args:
+        root: The repository's folder.
+    """
+    sentences = []
+    for file, found in load(root / RESULTS).items():
+        benchmark = next(one for one in BENCHMARKS if one.file == file)
+        with benchmark.damage_named():
+            pictures = benchmark.pictures(found)
+        sentences += [
+            f"{(RESULTS / picture).as_posix()}, drawn from {file}, is missing: run {RENEW}"
+            for picture in pictures
+            if not (root / RESULTS / picture).is_file()
+        ]
+    return sentences
+
+
 def renew(root: Path) -> list[str]:
     """Writes pages and pictures; returns the pages that changed."""
     results = load(root / RESULTS)
-    texts = {page: (root / page).read_text(encoding="utf-8") for page in (README, PAGE)}
+    texts = {page: page_text(root, page) for page in (README, PAGE)}
     pages = {page: renewed(texts[page], tables, page) for page, tables in generated(results).items()}
     for page, text in pages.items():
         (root / page).write_text(text, encoding="utf-8")
     for benchmark in BENCHMARKS:
         if benchmark.draw is not None and benchmark.file in results:
-            benchmark.draw(results[benchmark.file], root / RESULTS)
+            with benchmark.damage_named():
+                benchmark.draw(results[benchmark.file], root / RESULTS)
     return [page for page, text in pages.items() if text != texts[page]]
 
 
@@ -292,12 +394,17 @@ def not_measured(line: Mapping[str, Any]) -> list[str]:
 
 
 def main(given: Sequence[str] | None = None, root: Path = REPOSITORY) -> int:
-    """Renews or checks; 1 if a page differs, 2 for what the user can mend."""
+    """Renews or checks; 1 if a page differs or a picture is missing, 2 for what the user can mend."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page differs from the results")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; 1 if a page differs or a picture is missing"
+    )
     options = parser.parse_args(given)
     try:
-        found = differences(root) if options.check else [f"renewed: {page}" for page in renew(root)]
+        if options.check:
+            found = [*differences(root), *missing_pictures(root)]
+        else:
+            found = [f"renewed: {page}" for page in renew(root)]
         line = result(load(root / RESULTS))
     except (ValueError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)

@@ -1,6 +1,10 @@
 """The convergence benchmark without training: figures, table and picture of given losses, files, documents' folder."""
 
 import json
+import os
+import signal
+import sys
+import threading
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -16,10 +20,11 @@ FOLDER = REPOSITORY / "recipes" / "benchmarks"
 @pytest.fixture
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
+    import convergence
     import convergence_cases
     import convergence_report
 
-    return SimpleNamespace(cases=convergence_cases, report=convergence_report)
+    return SimpleNamespace(main=convergence, cases=convergence_cases, report=convergence_report)
 
 
 @pytest.fixture
@@ -141,7 +146,10 @@ def test_the_table_has_a_row_a_run_and_says_whether_it_holds(results, report) ->
     rows = [line for line in table.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == ["run", *results["runs"]]
     assert "| -0.30% |" in rows[2] and "| +0.40% |" in rows[3]
-    assert ", within 0.5%;" in table and "up to 0.20% apart" in table
+    assert (
+        "loss at the end: `steady` 0.30% below and `wlb` 0.40% above that of sequential packing, within 0.5%;" in table
+    )
+    assert "up to 0.20% apart" in table and rows[1].startswith("| sequential | 40 | 4,000 | ")
     results["runs"]["wlb"]["evaluations"][-1][2] *= 1.01
     assert ", not within 0.5%;" in report.results_table(results)
     del results["runs"]["sequential"]
@@ -165,6 +173,25 @@ def test_the_picture_is_drawn_with_and_without_noise(results, report, tmp_path) 
     del results["runs"]["steady"]
     with pytest.raises(ValueError, match="with another to compare"):
         report.draw(results, tmp_path / "c.png")
+
+
+def test_numbers_and_differences_read_well(report) -> None:
+    counts = (512, 40_960, 999_999, 1_000_000, 49_152_000, 2_345_000_000)
+    assert [report.count_text(count) for count in counts] == ["512", "40,960", "999,999", "1.0M", "49.2M", "2,345.0M"]
+    shown = [report.apart_text(value) for value in (-0.0022, 0.0024, -0.00001, 0.00004)]
+    assert shown == ["0.22% below", "0.24% above", "level with", "level with"]
+
+
+def test_both_panels_begin_at_no_tokens_and_legends_cover_nothing(results, report, tmp_path, monkeypatch) -> None:
+    from hf_wlb.plots import style
+
+    figures = []
+    monkeypatch.setattr(style, "save", lambda figure, path: figures.append(figure))
+    report.draw(results, tmp_path / "a.png")
+    for axes in figures[0].axes:
+        figures[0].canvas.draw()
+        assert axes.get_xlim() == pytest.approx((0, 4.08)) and axes.get_xlabel() == "tokens trained, thousands"
+        assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
 
 
 # ---- settings, files ----
@@ -230,3 +257,53 @@ def test_sequential_packing_gets_room_for_as_many_tokens_a_step(modules) -> None
     assert matched.tokens_per_step == pytest.approx(steady.tokens_per_step, rel=0.01)
     assert tokens_per_step("next-fit", 512).tokens_per_step < 0.97 * steady.tokens_per_step
     assert matched.delay == 0 and steady.delay > 0 and tokens_per_step("wlb", 512).delay > 0
+
+
+# ---- the command ----
+
+
+def test_the_shown_command_says_file_for_files_and_folder_for_folders(modules) -> None:
+    given = ["--text", "/a/b", "c", "--output", "/d/e.json", "--folder=/f/g", "--doc", "h/i", "--out=x/y", "--quick"]
+    shown = "--text FOLDER c --output FILE --folder=FOLDER --doc FOLDER --out=FILE --quick"
+    assert " ".join(modules.main.shown_words(given)) == shown
+    assert modules.main.shown_words(["--commit", "fix/it", "--use-cpu"]) == ["--commit", "fix/it", "--use-cpu"]
+
+
+def test_ctrl_c_is_a_sentence_and_ends_the_runs(modules, tmp_path, monkeypatch, capsys) -> None:
+    main = modules.main
+    script = tmp_path / "endless.py"
+    script.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1] + '.on').touch()\ntime.sleep(600)\n")
+    monkeypatch.setattr(main, "RUN", script)
+    about = {"fingerprint": "x", "steps": 20, "tokens": 1}
+    monkeypatch.setattr(main, "documents", lambda *given: about)
+    monkeypatch.setattr(main, "environment", lambda *given: {"commit": "abc"})
+    started = []
+    start = main.start
+    monkeypatch.setattr(main, "start", lambda *given: started.append(start(*given)) or started[-1])
+    folder = tmp_path / "runs"
+
+    def interrupt() -> None:
+        for _ in range(600):
+            if len(list(folder.glob("*.on"))) == 2:
+                break
+            threading.Event().wait(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    words = ["--quick", "--use-cpu", "--gpus", "2", "--folder", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["convergence.py", *words])
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert main.main(words) == 130
+    thread.join()
+    printed = capsys.readouterr()
+    assert printed.err == "interrupted; the same command goes on\n" and "RESULT" not in printed.out
+    assert len(started) == 2 and all(one.process.returncode == -signal.SIGTERM for one in started)
+
+
+def test_what_a_quick_call_without_a_folder_did_is_lost(modules, monkeypatch, capsys) -> None:
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(modules.main, "benchmark", interrupted)
+    assert modules.main.main(["--quick"]) == 130
+    assert "begins anew (--folder keeps the runs that are finished)" in capsys.readouterr().err

@@ -36,7 +36,7 @@ def report(modules):
 
 @pytest.fixture
 def copy(report, tmp_path):
-    """The pages and the results, without pictures, somewhere else."""
+    """The pages and the results, with empty pictures, somewhere else."""
     for page in (report.README, report.PAGE):
         (tmp_path / page).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / page, tmp_path / page)
@@ -45,6 +45,8 @@ def copy(report, tmp_path):
         source = REPOSITORY / report.RESULTS / benchmark.file
         if source.is_file():
             shutil.copy(source, tmp_path / report.RESULTS)
+    for picture in (REPOSITORY / report.RESULTS).glob("*.png"):
+        (tmp_path / report.RESULTS / picture.name).touch()
     return tmp_path
 
 
@@ -218,6 +220,7 @@ def test_results_that_come_later_are_shown_without_a_word(modules, report, bare,
     page, readme = (bare / report.PAGE).read_text(), (bare / report.README).read_text()
     assert f"**{LABEL}**, 3 rounds" in page and "| losses | 0.0125 |" in page and "| pp2 | 50.0% |" in page
     assert "either way | 1.25% (other initial weights: 2.00%) |  | 1 x GPU a run |" in readme
+    (folder / "convergence.png").touch()  # the recorder draws nothing
     assert report.main(["--check"], bare) == 0
 
 
@@ -299,7 +302,9 @@ def test_the_trainers_table_without_overhead_pipelines_or_a_run(modules) -> None
     assert "the loss of a pipeline's" not in modules.trainer_report.results_table(trainer_results(modules, only))
     alone = trainer_results(modules, {"overhead": overhead_run()})
     shown = modules.trainer_report.results_table(alone)
-    assert shown.startswith("No split was measured.") and "On 1 x NVIDIA H100 a step" in shown and "| split" not in shown
+    assert (
+        shown.startswith("No split was measured.") and "On 1 x NVIDIA H100 a step" in shown and "| split" not in shown
+    )
 
 
 # ---- groups of KV heads ----
@@ -319,3 +324,78 @@ def test_the_part_about_groups_of_kv_heads_is_shown(report, modules) -> None:
     results["kv_heads"] = {"8": {}}
     with pytest.raises(ValueError, match="hold no contexts: run the benchmark with --parts contexts"):
         modules.contexts_report.contexts_table(results)
+
+
+# ---- what is damaged or missing ----
+
+
+@pytest.mark.parametrize("content", ["half", "", "\n", "{}", "[]", "3", '{"a": 1}', '["a"]'])
+def test_a_damaged_results_file_is_one_sentence_with_its_name_and_command(report, copy, capsys, content) -> None:
+    folder = copy / report.RESULTS
+    for benchmark in report.BENCHMARKS:
+        file = folder / benchmark.file
+        before = file.read_text() if file.is_file() else None
+        file.write_text((before or '{"a": 1')[: len(before or "12345678") // 2] if content == "half" else content)
+        for given in (["--check"], []):
+            assert report.main(given, copy) == 2
+            printed = capsys.readouterr()
+            assert printed.out == "" and printed.err.count("\n") == 1
+            assert printed.err.startswith(f"Error: recipes/benchmarks/results/{benchmark.file} is damaged or not what ")
+            assert printed.err.endswith(f"renew it with `{benchmark.command}`\n")
+        if before is None:
+            file.unlink()
+        else:
+            file.write_text(before)
+    assert report.differences(copy) == []
+
+
+def test_a_results_file_without_one_of_its_parts_is_never_a_traceback(report, modules, copy, capsys) -> None:
+    (copy / report.RESULTS / "trainer.json").write_text(json.dumps(trainer_results(modules, two_gpus(modules))))
+    named = 0
+    for file in sorted((copy / report.RESULTS).glob("*.json")):
+        before = file.read_text()
+        whole = json.loads(before)
+        for part in whole:
+            file.write_text(json.dumps({name: value for name, value in whole.items() if name != part}))
+            if report.main(["--check"], copy) == 2:
+                assert f"results/{file.name} is damaged" in capsys.readouterr().err
+                named += 1
+        file.write_text(before)
+    assert named >= 10
+
+
+def test_a_missing_page_is_a_sentence(report, copy, capsys) -> None:
+    (copy / report.PAGE).unlink()
+    before = (copy / report.README).read_text()
+    for given in (["--check"], []):
+        assert report.main(given, copy) == 2
+        assert capsys.readouterr().err.startswith("Error: docs/results.md is missing: restore it, ")
+    assert (copy / report.README).read_text() == before and not (copy / report.PAGE).exists()
+
+
+def test_a_missing_picture_is_named(report, copy, capsys) -> None:
+    for name in ("time_against_waiting_64.png", "simulated_fig14.png"):
+        (copy / report.RESULTS / name).unlink()
+    assert report.main(["--check"], copy) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if ".png" in line]
+    assert [line.split(" is missing")[0] for line in lines] == [
+        "recipes/benchmarks/results/time_against_waiting_64.png, drawn from packing.json,",
+        "recipes/benchmarks/results/simulated_fig14.png, drawn from simulated_paper.json,",
+    ]
+    assert all(line.endswith(": run python recipes/benchmarks/report.py") for line in lines)
+
+
+def test_without_sweeps_their_pictures_need_not_be_there(report) -> None:
+    results = json.loads((REPOSITORY / report.RESULTS / "packing.json").read_text())
+    assert len(report.packing_pictures(results)) == 4
+    results["sources"][results["result"]["lengths"]]["sweeps"] = {}
+    assert report.packing_pictures(results) == ["packing_time.png"]
+
+
+def test_pictures_that_have_to_be_there_are_those_that_are_drawn(report, tmp_path) -> None:
+    for benchmark in report.BENCHMARKS:
+        file = REPOSITORY / report.RESULTS / benchmark.file
+        if file.is_file() and benchmark.pictures(found := benchmark.read_file(file)):
+            (folder := tmp_path / benchmark.script).mkdir()
+            benchmark.draw(found, folder)
+            assert sorted(path.name for path in folder.iterdir()) == sorted(benchmark.pictures(found))

@@ -272,7 +272,7 @@ def test_the_shown_command_says_file_for_files_and_folder_for_folders(modules) -
 def test_ctrl_c_is_a_sentence_and_ends_the_runs(modules, tmp_path, monkeypatch, capsys) -> None:
     main = modules.main
     script = tmp_path / "endless.py"
-    script.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1] + '.on').touch()\ntime.sleep(600)\n")
+    script.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1] + '.on').touch()\ntime.sleep(60)\n")
     monkeypatch.setattr(main, "RUN", script)
     about = {"fingerprint": "x", "steps": 20, "tokens": 1}
     monkeypatch.setattr(main, "documents", lambda *given: about)
@@ -292,9 +292,13 @@ def test_ctrl_c_is_a_sentence_and_ends_the_runs(modules, tmp_path, monkeypatch, 
     words = ["--quick", "--use-cpu", "--gpus", "2", "--folder", str(folder)]
     monkeypatch.setattr(sys, "argv", ["convergence.py", *words])
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert main.main(words) == 130
-    thread.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
+    try:
+        thread.start()
+        assert main.main(words) == 130
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     printed = capsys.readouterr()
     assert printed.err == "interrupted; the same command goes on\n" and "RESULT" not in printed.out
     assert len(started) == 2 and all(one.process.returncode == -signal.SIGTERM for one in started)

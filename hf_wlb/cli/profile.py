@@ -91,7 +91,7 @@ def profile_command(
 def _measure(config: Any, device_type: str, options: ProfileOptions) -> dict[str, Any] | None:
     """The profile; None on other processes than the first one."""
     from hf_wlb.parallel.launch import joined_processes, process_rank
-    from hf_wlb.profiling import MOST_TOKENS, measure_profile
+    from hf_wlb.profiling import layer_tokens, measure_profile
 
     with joined_processes(device_type) as device:
         if process_rank() > 0:
@@ -103,7 +103,7 @@ def _measure(config: Any, device_type: str, options: ProfileOptions) -> dict[str
     if took > 1.5 * wanted and not options.quick:
         errors.print(f"Measuring took {took:.0f} s; --seconds {wanted:g} was too little for the fewest shapes.")
     measured = max(sample["tokens"] for sample in found["linear"])
-    if measured < min(options.longest, MOST_TOKENS) and not options.quick:
+    if measured < layer_tokens(options.longest)[-1] and not options.quick:
         errors.print(
             f"Layers were measured with up to {measured:,} tokens only, and what larger micro-batches cost is guessed "
             "from these. Give more --seconds."

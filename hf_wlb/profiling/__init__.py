@@ -9,12 +9,11 @@ from hf_wlb.profiling.exchange import time_exchange
 from hf_wlb.profiling.grid import AttentionBudget
 from hf_wlb.profiling.held_out import held_out_errors
 from hf_wlb.profiling.linear import LayerKind, LinearBench
-from hf_wlb.profiling.profile import MOST_TOKENS, ProfileOptions, measure_profile
+from hf_wlb.profiling.profile import ProfileOptions, layer_tokens, measure_profile
 from hf_wlb.profiling.stages import measure_stage_costs
 from hf_wlb.profiling.timing import Stopwatch, forward_backward_seconds, median_seconds
 
 __all__ = [
-    "MOST_TOKENS",
     "AttentionBudget",
     "AttentionShape",
     "LayerKind",
@@ -26,6 +25,7 @@ __all__ = [
     "device_name",
     "forward_backward_seconds",
     "held_out_errors",
+    "layer_tokens",
     "library_versions",
     "measure_profile",
     "measure_stage_costs",

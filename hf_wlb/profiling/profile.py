@@ -29,11 +29,18 @@ from hf_wlb.profiling.timing import PairTimer, median_seconds
 _ATTENTION, _HELD_OUT, _LINEAR = 0.5, 0.2, 0.2  # of the time; collectives need little of the rest
 _PROBE = 4_160
 _TOKENS = (1_024, 4_096, 16_384, 65_536)
-MOST_TOKENS = _TOKENS[-1]
-"""Tokens of the largest micro-batch that layers are measured with."""
 _QUICK_TOKENS = (128, 512)
 _BYTES = tuple(4**power for power in range(7, 15))  # 16 KiB to 256 MiB
 _QUICK_BYTES = (4_096, 65_536)
+
+
+def layer_tokens(longest: int) -> tuple[int, ...]:
+    """Tokens of the micro-batches that layers are to be measured with, if documents have up to ``longest``.
+
+    >>> layer_tokens(32_768)
+    (1024, 4096, 16384)
+    """
+    return tuple(n for n in _TOKENS if n <= max(longest, _TOKENS[0]))
 
 
 @dataclass(frozen=True)
@@ -231,9 +238,7 @@ class _Profiler:
 
     def _linear(self, bench: LinearBench, kinds: list[LayerKind]) -> dict[str, list[dict[str, int | float]]]:
         """Samples of the grid, and between each two of its token counts one that is held out."""
-        grid = (
-            _QUICK_TOKENS if self.options.quick else tuple(n for n in _TOKENS if n <= max(self.options.longest, 1024))
-        )
+        grid = _QUICK_TOKENS if self.options.quick else layer_tokens(self.options.longest)
         between = [round((first * last) ** 0.5) for first, last in pairwise(grid)]
 
         def enough(expected: float) -> bool:

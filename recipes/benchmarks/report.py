@@ -11,7 +11,6 @@ before it and on the pages. Pictures have to be there but are not compared: thei
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import re
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 import context_parallel_report
 import contexts_report
+import convergence_report
 import end_to_end_report
 import measured_report
 import packing
@@ -71,21 +71,16 @@ def draw_timelines(launches: Sequence[end_to_end_report.Launch], folder: Path) -
             draw_timeline(launch, picture)
 
 
-def lazily(module: str, function: str) -> Callable[..., Any]:
-    """A function of a module that is imported when there are results for it."""
-    return lambda *given: getattr(importlib.import_module(module), function)(*given)
-
-
 def convergence_figures(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """How far losses are apart; the benchmark's other figures have names that say nothing among others."""
-    figures = lazily("convergence_report", "result")(found)
+    figures = convergence_report.result(found)
     apart = {key: value for key, value in figures.items() if key.startswith("convergence_diff")}
     return {**apart, "convergence_noise": figures["noise"]}
 
 
 def draw_convergence(found: Mapping[str, Any], folder: Path) -> None:
     """The loss curves."""
-    lazily("convergence_report", "draw")(found, folder / "convergence.png")
+    convergence_report.draw(found, folder / "convergence.png")
 
 
 def packing_pictures(found: Mapping[str, Any]) -> Sequence[str]:
@@ -176,7 +171,7 @@ class Benchmark:
 
 END_TO_END, TRAINER, CONVERGENCE = "end_to_end.jsonl", "trainer.json", "convergence.json"
 _CONTEXTS = "context_parallel_contexts.json"
-_SHARDING = "torchrun --nproc_per_node {} recipes/benchmarks/context_parallel.py --lengths FILE"
+_SHARDING = "torchrun --nproc_per_node 4 recipes/benchmarks/context_parallel.py --lengths FILE"
 _SHARDING_KEYS = (
     *("share_8kv_short", "share_8kv_long", "share_32kv_short", "share_32kv_long", "regret_max", "choice_agreement"),
     *("choice_regret_max", "token_skew", "speedup_over_per_sequence", "speedup_over_per_document", "memory_ratio"),
@@ -198,7 +193,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "context_parallel.json",
-        _SHARDING.format(4),
+        _SHARDING,
         (
             (README, "context-parallel-summary", context_parallel_report.readme_table),
             (PAGE, "context-parallel-table", context_parallel_report.results_tables),
@@ -209,7 +204,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         _CONTEXTS,
-        f"{_SHARDING.format(4)} --parts contexts --output {(RESULTS / _CONTEXTS).as_posix()}",
+        f"{_SHARDING} --parts contexts --output {(RESULTS / _CONTEXTS).as_posix()}",
         ((PAGE, "context-parallel-contexts-table", contexts_report.contexts_table),),
         figures=contexts_report.result,
         keys=dict.fromkeys(("memory_ratio_gathered_again", "memory_ratio_kept"), ""),
@@ -234,7 +229,7 @@ BENCHMARKS = (
     Benchmark(
         CONVERGENCE,
         "python recipes/benchmarks/convergence.py",
-        ((PAGE, "convergence-table", lazily("convergence_report", "results_table")),),
+        ((PAGE, "convergence-table", convergence_report.results_table),),
         figures=convergence_figures,
         keys={"convergence_diff": ""},
         draw=draw_convergence,

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -198,14 +197,18 @@ def test_results_that_come_later_are_shown_without_a_word(modules, report, bare,
     (folder / "end_to_end.jsonl").write_text(whole_steps(modules))
     (folder / "trainer.json").write_text(json.dumps(trainer_results(modules, two_gpus(modules))))
     (folder / "convergence.json").write_text(json.dumps({"difference": 0.0125, "runs": {"a": {"device": "GPU"}}}))
-    convergence = SimpleNamespace(
-        result=lambda found: {"convergence_diff": found["difference"], "noise": 0.02, "steps": 7},
-        results_table=lambda found: f"| losses | {found['difference']} |",
+    figures = {"noise": 0.02, "steps": 7}
+    monkeypatch.setattr(
+        report.convergence_report, "result", lambda found: {"convergence_diff": found["difference"], **figures}
     )
-    monkeypatch.setitem(sys.modules, "convergence_report", convergence)
+    table = (report.PAGE, "convergence-table", lambda found: f"| losses | {found['difference']} |")
     drawn: list[str] = []
     recorded = [
-        replace(benchmark, draw=lambda found, place, file=benchmark.file: drawn.append(file))
+        replace(
+            benchmark,
+            draw=lambda found, place, file=benchmark.file: drawn.append(file),
+            tables=(table,) if benchmark.file == report.CONVERGENCE else benchmark.tables,
+        )
         for benchmark in report.BENCHMARKS
     ]
     monkeypatch.setattr(report, "BENCHMARKS", tuple(recorded))

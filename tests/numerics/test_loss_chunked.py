@@ -1,5 +1,6 @@
 """Linear cross-entropy by chunks of tokens: against whole logits in float64; memory; which function is taken."""
 
+import inspect
 import sys
 import types
 from typing import Any, NamedTuple
@@ -323,6 +324,32 @@ def test_liger_is_called_as_it_wants_to_be(fake_liger: Any) -> None:
     assert worst(loss_and_gradients(liger_cross_entropy, given, **options), expected_of(given, **options)) <= 1e-6
     given["hidden"] = given["hidden"].detach()
     assert len(loss_and_gradients(liger_cross_entropy, given)) == 3  # the head is trained all the same
+
+
+@pytest.mark.parametrize("last", ["chunk_mem_const", "something_else"])
+def test_liger_is_told_how_many_logits_a_chunk_may_hold(fake_liger: Any, last: str) -> None:
+    """Where its version has that argument; another one in its place is left alone."""
+    told: list[Any] = []
+    skipped = ["use_token_scaling", "return_token_accuracy", "return_predicted_tokens", "ce_impl", "ce_mode"]
+
+    class Newer(_FakeLiger):
+        @staticmethod
+        def forward(ctx, *given):
+            told.append(given[12:])
+            return _FakeLiger.forward(ctx, *given[:12])
+
+        @staticmethod
+        def backward(ctx, *upstream):
+            return *_FakeLiger.backward(ctx, *upstream), *[None] * len(told[-1])
+
+    known = list(inspect.signature(_FakeLiger.forward).parameters.values())
+    more = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in (*skipped, last)]
+    Newer.forward.__signature__ = inspect.Signature([*known, *more])
+    fake_liger.LigerFusedLinearCrossEntropyFunction = Newer
+    given = inputs_of(Case(bias=True))
+    assert worst(loss_and_gradients(liger_cross_entropy, given), expected_of(given)) <= 1e-6
+    budget = liger.logits_budget(*given["hidden"].shape)
+    assert told == [(False, False, False, None, None, budget) if last == "chunk_mem_const" else ()]
 
 
 def test_another_liger_is_refused(fake_liger: Any) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -125,9 +126,17 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@cache
+def _preloaded() -> list[str]:
+    """Nothing where there are GPUs: some imports initialise CUDA, and a forked process cannot do so again."""
+    import torch
+
+    return [] if torch.cuda.device_count() else _PRELOADED
+
+
 def _start(rank: int, world_size: int, job: bytes, folder: Path, port: int, timeout_s: float) -> _Rank:
     context = get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(_preloaded())
     ours, theirs = context.Pipe()
     environment = {
         "RANK": str(rank),

@@ -49,7 +49,7 @@ def stored(found: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_sharding(text: str) -> dict[str, Any]:
     """Results of ``context_parallel.py``, with the figures of the last line as their samples give them."""
     found: dict[str, Any] = json.loads(text)
-    return {**found, "result": context_parallel_report.result_line(found)}
+    return {**found, "result": context_parallel_report.result_line(found) | contexts_report.result(found)}
 
 
 def read_trainer(text: str) -> dict[str, Any]:
@@ -170,12 +170,11 @@ class Benchmark:
 
 
 END_TO_END, TRAINER, CONVERGENCE = "end_to_end.jsonl", "trainer.json", "convergence.json"
-_CONTEXTS = "context_parallel_contexts.json"
 _SHARDING = "torchrun --nproc_per_node 4 recipes/benchmarks/context_parallel.py --lengths FILE"
 _SHARDING_KEYS = (
     *("share_8kv_short", "share_8kv_long", "share_32kv_short", "share_32kv_long", "regret_max", "choice_agreement"),
     *("choice_regret_max", "token_skew", "speedup_over_per_sequence", "speedup_over_per_document", "memory_ratio"),
-    "error_ratio",
+    *("error_ratio", "memory_ratio_gathered_again", "memory_ratio_kept"),
 )
 _WHOLE_STEPS = {f"speedup_{label}": options for label, options in measured_report.LAUNCHES.items()}
 
@@ -197,17 +196,11 @@ BENCHMARKS = (
         (
             (README, "context-parallel-summary", context_parallel_report.readme_table),
             (PAGE, "context-parallel-table", context_parallel_report.results_tables),
+            (PAGE, "context-parallel-contexts-table", contexts_report.contexts_table),
         ),
         figures=stored,
         keys=dict.fromkeys(_SHARDING_KEYS, ""),
         read=read_sharding,
-    ),
-    Benchmark(
-        _CONTEXTS,
-        f"{_SHARDING} --parts contexts --output {(RESULTS / _CONTEXTS).as_posix()}",
-        ((PAGE, "context-parallel-contexts-table", contexts_report.contexts_table),),
-        figures=contexts_report.result,
-        keys=dict.fromkeys(("memory_ratio_gathered_again", "memory_ratio_kept"), ""),
     ),
     Benchmark(
         END_TO_END,

@@ -78,7 +78,7 @@ def memory_gib(use_cpu: bool) -> float:
     return torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
-def run(case: Case, settings: Settings, data: Path, folder: Path, use_cpu: bool) -> dict[str, Any]:
+def run(case: Case, settings: Settings, data: Path, folder: Path, use_cpu: bool, commit: str) -> dict[str, Any]:
     """One split, in processes of its own: the recipe's logs, step by step."""
     more = {"activation_checkpointing": True} if memory_gib(use_cpu) < case.recompute_below_gib else {}
     more = {**case.options, **more}
@@ -122,6 +122,7 @@ def run(case: Case, settings: Settings, data: Path, folder: Path, use_cpu: bool)
         "command": shlex.join(["torchrun", "--nproc_per_node", str(case.processes), Path(script[0]).name])
         + " "
         + shlex.join(f"--{name}={value}" for name, value in given.items() if name not in ("dataset", "output_dir")),
+        "commit": commit,
     }
     if problem:
         print(f"{case.name} failed:\n{problem}", file=sys.stderr, flush=True)
@@ -148,7 +149,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
             "longest": int(lengths.max()),
         }
         for case in wanted:
-            runs[case.name] = run(case, settings, folder / "documents", folder, options.use_cpu)
+            runs[case.name] = run(case, settings, folder / "documents", folder, options.use_cpu, options.commit)
             machine = next((found["machine"] for found in runs.values() if "machine" in found), {})
             results |= {"environment": {**about, "machine": machine}, "result": show.result(runs, settings.warmups)}
             print(show.run_line(case.name, runs[case.name], settings.warmups), flush=True)

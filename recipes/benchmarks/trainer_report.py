@@ -72,8 +72,9 @@ def loss_differences(runs: Mapping[str, Any]) -> dict[str, float | None]:
     """How far losses of pipelines are from those of the first run without one, and how far such runs are apart.
 
     Returns:
-        Largest difference over all steps, of any pipeline (``loss_difference_pipelines``) and of any other split of
-        the same documents (``loss_difference_others``), which only add up in another order; empty without pipelines.
+        Largest difference over all steps, of any pipeline (``loss_difference_pipelines``) and of any other split whose
+        steps hold the same documents (``loss_difference_others``), which only adds up in another order: where data
+        parallelism shares a step's micro-batches out, steps are packed otherwise. Empty without pipelines.
     """
     losses, pipelines = _losses(runs), _pipelines(runs)
     first, others = next((name for name in losses if name not in pipelines), None), set(losses) - pipelines
@@ -84,7 +85,12 @@ def loss_differences(runs: Mapping[str, Any]) -> dict[str, float | None]:
         apart = [abs(a - b) for name in names for a, b in zip(losses.get(name, []), losses[first], strict=False)]
         return round(max(apart), 6) if apart else None
 
-    return {"loss_difference_pipelines": furthest(pipelines), "loss_difference_others": furthest(others - {first})}
+    alike = {name for name in others - {first} if _step_tokens(runs[name]) == _step_tokens(runs[first])}
+    return {"loss_difference_pipelines": furthest(pipelines), "loss_difference_others": furthest(alike)}
+
+
+def _step_tokens(run: Mapping[str, Any]) -> list[float]:
+    return [row.get("tokens_per_step", 0.0) for row in run["steps"]]
 
 
 def _losses(runs: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -195,9 +201,11 @@ def _overhead_sentence(results: Mapping[str, Any]) -> str:
     found = trainer_overhead(results)
     if found is None:
         return "What `WLBTrainer` adds to a bare loop was not measured."
+    commits = {run.get("commit") for run in results["runs"].values() if overhead(run, 0) is not None}
+    earlier = "".join(f" (commit {commit})" for commit in commits - {None, results["environment"]["commit"]})
     return (
         f"On {found[1]} a step of `WLBTrainer` takes {abs(found[0]):.1%} {'longer' if found[0] >= 0 else 'less'} "
-        f"than that of a bare loop over the same micro-batches, of a {results['settings']['model']} Llama."
+        f"than that of a bare loop over the same micro-batches, of a {results['settings']['model']} Llama{earlier}."
     )
 
 
@@ -208,7 +216,7 @@ def _loss_sentences(runs: Mapping[str, Any]) -> list[str]:
     if pipelines is None:
         return []
     first = next(name for name in _losses(runs) if name not in _pipelines(runs))
-    more = "" if others is None else f", and those of other splits, which add up in another order, at most {others:g}"
+    more = "" if others is None else f", and that of another split, which adds up in another order, at most {others:g}"
     return [
         f"On the same documents the loss of a pipeline's step is at most {pipelines:g} off that of `{first}`{more}."
     ]

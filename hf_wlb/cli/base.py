@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ Hardware = Annotated[str, typer.Option(help="With --model: h100, h100-flash-attn
 Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With --model: recompute layers.")]
 
 errors = Console(stderr=True)
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 def user_errors(command: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -65,7 +67,13 @@ def main(
 
 @contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error; the function it gives says what is done next."""
+    """A progress bar on standard error; the function it gives says what is done next.
+
+    Where that is no terminal but a file, as of a batch job, a line every ten seconds says so instead.
+    """
+    if not errors.is_terminal:
+        yield _lines()
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task(first, total=None)
@@ -74,6 +82,19 @@ def progress(first: str) -> Iterator[Callable[[str], None]]:
             bar.update(task, description=what)
 
         yield show
+
+
+def _lines() -> Callable[[str], None]:
+    begun = last = time.monotonic()
+
+    def show(what: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _SECONDS_BETWEEN_LINES:
+            last = now
+            errors.print(f"{now - begun:.0f} s: {what}", markup=False, soft_wrap=True)
+
+    return show
 
 
 def check_folders(*files: Path | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,12 +121,13 @@ class LinearBench:
         """
         found: dict[str, Samples] = {section: [] for section in SECTIONS}
         timer = self.timer or partial(forward_backward_seconds, device=self.device, repeats=repeats)
-        kinds = list(kinds)
+        kinds, kept = list(kinds), dict[Any, Any]()
         for tokens in sorted(set(token_counts)):
             if found["linear"] and enough(_expected_seconds(found, tokens, repeats)):
                 break
             try:
-                times = self._time(kinds, tokens, timer, tell)
+                pieces = replace(self._pieces(tokens, CopyKernel()), kept=kept)
+                times = self._time(kinds, pieces, tokens, timer, tell)
             except torch.OutOfMemoryError as error:
                 if found["linear"] and self.mesh.sizes.total == 1:
                     tell(f"{tokens:,} tokens do not fit: {found['linear'][-1]['tokens']:,} are the most measured")
@@ -140,10 +142,8 @@ class LinearBench:
         return found
 
     def _time(
-        self, kinds: list[LayerKind], tokens: int, timer: PairTimer, tell: Callable[[str], None]
+        self, kinds: list[LayerKind], pieces: ModelPieces, tokens: int, timer: PairTimer, tell: Callable[[str], None]
     ) -> dict[str, tuple[float, float]]:
-        pieces = self._pieces(tokens, CopyKernel())
-
         def timed(what: str, piece: Piece) -> tuple[float, float]:
             forward, backward = timer(piece.forward, piece.backward)
             tell(f"{what}, {tokens:,} tokens: {forward * 1e3:.3f} + {backward * 1e3:.3f} ms")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,6 +73,14 @@ class Piece:
         self.backward(self.forward())
 
 
+class _Made(NamedTuple):
+    """A stage, the name of the module that holds its layers, and what of each parameter is here."""
+
+    stage: PipelineStage
+    layers: str
+    shards: dict[str, TensorShard]
+
+
 @dataclass(frozen=True)
 class ModelPieces:
     """Pieces of a model.
@@ -84,6 +92,9 @@ class ModelPieces:
         inputs: Of the whole model, see ``micro_batch``.
         mesh: This process's place, for the ranks that share every matrix; they must make and run pieces together.
         compiled: Whether layers are compiled, as with ``torch_compile``.
+        kept: Where stages are kept for pieces of other micro-batches, which ``replace`` gives other ``inputs``: to make
+            and compile a layer takes longer than to time it. None to make each anew, and have no more than one at a
+            time.
     """
 
     config: PreTrainedConfig
@@ -92,6 +103,7 @@ class ModelPieces:
     inputs: dict[str, Any]
     mesh: ParallelMesh = field(default_factory=ParallelMesh)
     compiled: bool = False
+    kept: dict[Any, _Made] | None = None
 
     def kinds(self) -> list[int]:
         """For every layer the first one that is like it."""
@@ -104,13 +116,17 @@ class ModelPieces:
 
     def layer(self, place: int, gradient_checkpointing: bool = False) -> Piece:
         """One layer, called with what the model gives it."""
-        stage, name, _ = self._stage(lambda count: range(place, place + 1))
-        model = stage.model
-        if gradient_checkpointing:
-            model.activation_checkpointing_enable()
-        if self.compiled:
-            compile_decoder_layers(model, CompileDefaults(self.device), layers=1)
-        layer = model.get_submodule(f"{name}.{place}")
+
+        def make() -> _Made:
+            made = self._stage(lambda count: range(place, place + 1))
+            if gradient_checkpointing:
+                made.stage.model.activation_checkpointing_enable()
+            if self.compiled:
+                compile_decoder_layers(made.stage.model, CompileDefaults(self.device), layers=1)
+            return made
+
+        stage, name, _ = self._once(("layer", place, gradient_checkpointing), make)
+        layer = stage.model.get_submodule(f"{name}.{place}")
         args, kwargs = self._arguments(stage, layer)
         hidden = self._hidden()
 
@@ -123,7 +139,7 @@ class ModelPieces:
 
     def before(self) -> Piece:
         """What comes before the first layer."""
-        stage, _, _ = self._stage(lambda count: range(0))
+        stage, _, _ = self._once("before", lambda: self._stage(lambda count: range(0)))
 
         def forward() -> torch.Tensor:
             return torch.as_tensor(stage.run(lambda given: stage.model(**given), self.inputs, None))
@@ -132,7 +148,7 @@ class ModelPieces:
 
     def after(self, fused_loss: str) -> Piece:
         """What comes after the last layer, to the loss."""
-        stage, _, shards = self._stage(lambda count: range(count, count))
+        stage, _, shards = self._once("after", lambda: self._stage(lambda count: range(count, count)))
         head_loss = self._head_loss(stage.model, shards, fused_loss)
         hidden = self._hidden()
 
@@ -155,19 +171,23 @@ class ModelPieces:
         vocabulary = VocabularyGroup(self.mesh.tp_group, sum(shards[name].blocks)) if split else None
         return HeadLoss(model, function, vocabulary=vocabulary)
 
-    def _stage(self, layers: Callable[[int], range]) -> tuple[PipelineStage, str, dict[str, TensorShard]]:
-        """Those layers of the model, of a model of so many, on the device and ready to be trained.
+    def _once(self, what: Any, make: Callable[[], _Made]) -> _Made:
+        """What was kept under that name, or is made and kept."""
+        if self.kept is None:
+            return make()
+        if what not in self.kept:
+            self.kept[what] = make()
+        return self.kept[what]
 
-        Returns:
-            The stage, the name of the module that holds the layers, and what of each parameter is here.
-        """
+    def _stage(self, layers: Callable[[int], range]) -> _Made:
+        """Those layers of the model, of a model of so many, on the device and ready to be trained."""
         model = self._skeleton()
         parts = find_parts(model)
         stage = cut_stage(model, parts, layers(parts.count))
         materialise(model, ParameterLayout(ParallelMesh(), copies=stage.copies), device=self.device)
         shards = split_model(model, self.mesh)
         model.train()
-        return stage, parts.layers, shards
+        return _Made(stage, parts.layers, shards)
 
     def _skeleton(self) -> PreTrainedModel:
         register()

@@ -197,6 +197,28 @@ def test_what_does_not_fit_is_left_out_by_one_process_and_said() -> None:
     assert len(bench.time(kinds, [10, 20, 30], enough=lambda seconds: True)["linear"]) == 1
 
 
+def test_every_part_is_made_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And runs on each of them: outputs are as long as it is, and as those of parts made anew."""
+    made, outputs = list[Any](), list[torch.Tensor]()
+    original = ModelPieces._stage
+    monkeypatch.setattr(ModelPieces, "_stage", lambda self, layers: made.append(layers) or original(self, layers))
+
+    def timer(forward: Any, backward: Any) -> tuple[float, float]:
+        torch.manual_seed(0)
+        outputs.append(forward())
+        backward(outputs[-1])
+        return 1.0, 2.0
+
+    bench = LinearBench(tiny(), CPU, torch.float32, timer=timer)
+    kinds = bench.kinds()
+    made.clear()
+    bench.time(kinds, [16, 24, 32])
+    assert len(made) == 3  # a layer, the head and the embedding
+    assert [out.shape[1] for out in outputs if out.ndim == 3] == [16, 16, 24, 24, 32, 32]
+    bench.time(kinds, [16])
+    assert len(made) == 6
+
+
 def test_large_micro_batches_are_measured_however_long_models_take_to_be_made() -> None:
     ticks = itertools.count(0, 1000)
 
@@ -230,8 +252,9 @@ def test_compiled_layers_are_compiled_for_all_lengths(monkeypatch: pytest.Monkey
     bench.time(kinds, [96])
     second = graphs() - before - first
     assert first > second  # which has new layers, but runs what was compiled for others
-    bench.time(kinds, [128])
-    assert graphs() - before - first - second <= second
+    together = graphs()
+    bench.time(kinds, [128, 160, 192])
+    assert graphs() - together <= second  # layers are made once for all of them
     plain = graphs()
     LinearBench(tiny(), CPU, torch.float32, timer=timer).time(kinds, [64])
     assert graphs() == plain

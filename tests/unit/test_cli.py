@@ -11,7 +11,7 @@ import hf_wlb
 from hf_wlb.analysis import PackerCase, analyze, choose_workload, equal_documents, read_lengths, run_case
 from hf_wlb.analysis.inputs import holds_lengths
 from hf_wlb.analysis.tables import histogram_rows
-from hf_wlb.cli import app
+from hf_wlb.cli import app, base
 from hf_wlb.lengths import length_summary, sample_lengths
 from hf_wlb.packing import PackingConfig
 from hf_wlb.workload import AnalyticWorkload
@@ -128,6 +128,16 @@ def test_bad_lengths_are_one_sentence(tmp_path, name, content, sentence) -> None
     for command in ("analyze", "tune"):
         result = run(command, tmp_path / name, *SMALL)
         assert result.exit_code == 2 and sentence in result.stderr and "Traceback" not in result.output
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(monkeypatch, capsys) -> None:
+    """As in the log of a batch job, where a bar that draws itself over and over says nothing."""
+    now = iter([100.0, 100.5, 109.9, 110.5, 115.0, 121.0])
+    monkeypatch.setattr(base.time, "monotonic", lambda: next(now))
+    with base.progress("reading") as show:
+        for what in ("one", "two", "three", "four", "five [of 5]"):
+            show(what)
+    assert capsys.readouterr().err == "10 s: three\n21 s: five [of 5]\n"
 
 
 def test_a_missing_file_is_one_sentence() -> None:

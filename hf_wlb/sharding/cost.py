@@ -88,6 +88,11 @@ class ShardCosts:
         """Workload of every rank if the documents were whole and their work came out even."""
         return float(self.whole.sum() + self.linear * self.lengths.sum()) / self.cp_size
 
+    @property
+    def hidden_share(self) -> float:
+        """Of the exchange, what attention on local documents hides where it lasts as long."""
+        return HIDDEN if self.hidden is None else self.hidden
+
     def chunks(self, edges: IntArray) -> FloatArray:
         """Attention of chunks, ``[documents, 2 cp_size]``; nothing for empty ones."""
         queries = np.diff(edges, axis=1)
@@ -102,7 +107,7 @@ class ShardCosts:
         """What every rank does under every plan."""
         if not plans:
             return []
-        hidden = HIDDEN if self.hidden is None else self.hidden
+        hidden = self.hidden_share
         unlike = WAITING if self.unlike is None else self.unlike
         chunks = self.chunks(np.concatenate([plan.edges for plan in plans]))
         found, first = [], 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -73,6 +74,9 @@ class Placement:
         self._sharded_cost = np.concatenate([[0.0], np.cumsum(sharded)]).tolist()
         self._sharded_tokens = np.concatenate([[0], np.cumsum(lengths[self.longest_first])]).tolist()
         self._whole = costs.whole + costs.linear * lengths
+        # Of what is left whole: all that it costs, and its attention alone, which hides the exchange.
+        self._left = _sums_behind(self._whole[self.longest_first])
+        self._left_attention = _sums_behind(costs.whole[self.longest_first])
 
     @property
     def fewest(self) -> int:
@@ -80,15 +84,52 @@ class Placement:
         even = float(self._whole.sum()) / self._cp
         return int((self._whole > _TOO_MUCH * even).sum())
 
+    def at_least(self, counts: Sequence[int]) -> list[float]:
+        """What the slowest rank takes at least when every rank has a share of so many of the longest documents.
+
+        Two bounds, of which the higher counts: the mean over ranks with what is not hidden of the exchange; and what
+        the rank with the longest document left whole takes, filled up with the cheapest tokens to as many as it must
+        hold.
+        """
+        costs, found = self._costs, list[float]()
+        for count in counts:
+            mean = (self._left[count] + self._sharded_cost[count]) / self._cp
+            exchange = costs.exchange(self._sharded_tokens[count]) if count else 0.0
+            hidden = min(self._left_attention[count] / self._cp, costs.hidden_share * exchange)
+            found.append(max(mean + exchange - hidden, self._with_longest_left(count)))
+        return found
+
+    def _with_longest_left(self, count: int) -> float:
+        """Of its rank; the shortest documents cost least a token, and those that are sharded most."""
+        if count == len(self.longest_first):
+            return 0.0
+        longest = self.longest_first[count]
+        missing = max(self._bounds.least - float(self._costs.lengths[longest]), 0.0)
+        tokens, cost = self._cheapest
+        return float(self._whole[longest]) + float(np.interp(missing, tokens, cost))
+
+    @cached_property
+    def _cheapest(self) -> tuple[FloatArray, FloatArray]:
+        """Tokens of the shortest documents together, for 0, 1, 2, ... of them, and what those cost."""
+        shortest = self.longest_first[::-1]
+        tokens = np.concatenate([[0.0], np.cumsum(self._costs.lengths[shortest], dtype=np.float64)])
+        return tokens, np.concatenate([[0.0], np.cumsum(self._whole[shortest])])
+
+    def place_at_once(self) -> ShardPlan | None:
+        """Everything whole, the longest first to the rank with least to do; None if the bounds forbid that."""
+        dealt = self._deal(0, self._whole)
+        return None if dealt is None or min(dealt.tokens) < self._bounds.least else self._whole_plan(dealt)
+
+    def _whole_plan(self, dealt: Dealt) -> ShardPlan:
+        edges = np.zeros((0, 2 * self._cp + 1), dtype=np.int64)
+        return ShardPlan(self._costs.lengths, self._cp, dealt.owner, edges, "placed", self._threshold(0))
+
     def place(self, count: int) -> ShardPlan | None:
         """Shards the ``count`` longest documents and places the others whole; None if the bounds forbid it."""
         lengths = self._costs.lengths
         if not count:
             dealt = deal_evenly(self._whole, lengths, self._cp, self._bounds.least, self._bounds.most)
-            if dealt is None:
-                return None
-            edges = np.zeros((0, 2 * self._cp + 1), dtype=np.int64)
-            return ShardPlan(lengths, self._cp, dealt.owner, edges, "placed", self._threshold(0))
+            return None if dealt is None else self._whole_plan(dealt)
         poured = self._fill(count)
         if poured is None:
             return None
@@ -164,6 +205,16 @@ class Placement:
                 return None
             return np.full(self._cp, 1 / self._cp)
         return _level([load / cost for load in dealt.load], low, high)
+
+
+def _sums_behind(costs: FloatArray) -> list[float]:
+    """Of all but the first 0, 1, 2, ... of them.
+
+    >>> _sums_behind(np.array([3.0, 2.0, 1.0]))
+    [6.0, 3.0, 1.0, 0.0]
+    """
+    sums: list[float] = [*np.cumsum(costs[::-1])[::-1].tolist(), 0.0]
+    return sums
 
 
 def _level(load: Sequence[float], low: Sequence[float], high: Sequence[float]) -> FloatArray:

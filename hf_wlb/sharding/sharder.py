@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from numpy.typing import NDArray
 
+from hf_wlb.sharding.balance import EVEN
 from hf_wlb.sharding.cost import ShardCosts
 from hf_wlb.sharding.placed import Placement, TokenBounds
 from hf_wlb.sharding.strategies import check_micro_batch, per_document, per_sequence
@@ -19,7 +20,6 @@ from hf_wlb.workload.base import is_whole_number
 ShardingStrategy = Literal["per_sequence", "per_document", "placed", "adaptive"]
 SHARDING_STRATEGIES: tuple[str, ...] = get_args(ShardingStrategy)
 
-_WORSE_BEFORE_STOP = 2  # numbers of sharded documents to try beyond the best one
 _CLOSE = 0.001  # so close to ideal, relative to it, no more is tried
 
 
@@ -112,26 +112,29 @@ class Sharder:
 
 
 def placements(placement: Placement, costs: ShardCosts, documents: int) -> list[ShardPlan]:
-    """Priced plans with 0, 1, 2, 3, 4, 6, 8, 12, ... of the longest documents sharded, until more bring nothing.
+    """Priced plans with 0, 1, 2, 3, 4, 6, 8, 12, ... of the longest documents sharded, while others could be better.
 
-    It begins with as many as are too much for one rank.
-
-    A plan that is close to ideal ends the search, so that no exchange is taken for a gain that no clock would show.
+    Those that could be best come first. Everything whole is tried in earnest last, if it could bring something: it is
+    either even at once, or takes longest to be made so. A plan that is close to ideal ends the search, so that no
+    exchange is taken for a gain that no clock would show.
     """
     plans: list[ShardPlan] = []
-    best, worse = float("inf"), 0
-    for count in _counts(documents, placement.fewest):
-        plan = placement.place(count)
-        if plan is None:
-            continue
-        plans += costs.price([plan])
-        if plans[-1].slowest < best:
-            best, worse = plans[-1].slowest, 0
-            if best <= costs.ideal * (1 + _CLOSE):
-                break
-        else:
-            worse += 1
-            if worse > _WORSE_BEFORE_STOP:
+    best, enough = float("inf"), costs.ideal * (1 + _CLOSE)
+
+    def keep(plan: ShardPlan | None) -> float:
+        plans.extend([] if plan is None else costs.price([plan]))
+        return best if plan is None else min(best, plans[-1].slowest)
+
+    counts = _counts(documents, placement.fewest)
+    if counts[0] == 0:
+        best = keep(placement.place_at_once())
+        if best <= enough:
+            return plans
+    least = dict(zip(counts, placement.at_least(counts), strict=True))
+    for count in sorted(counts, key=lambda count: (count == 0, least[count])):
+        if least[count] * (1 + _CLOSE if count else EVEN) < best:
+            best = keep(placement.place(count))
+            if best <= enough:
                 break
     return plans
 

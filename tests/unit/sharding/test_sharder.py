@@ -70,18 +70,70 @@ def test_adaptive_may_choose_per_sequence() -> None:
     assert make_plan(lengths, 4, "placed", workload, max_token_skew=0.5).slowest > 200.0
 
 
-@pytest.mark.parametrize("cp_size", [4, 8])
-def test_planning_two_hundred_documents(cp_size, capsys) -> None:
-    lengths = np.random.default_rng(0).integers(100, 1200, 200)
+def lognormal(seed: int, documents: int = 200) -> list[int]:
+    """Lengths whose tail is as long as that of real documents."""
+    drawn = np.random.default_rng(seed).lognormal(6.5, 1.7, documents)
+    return np.clip(drawn, 1, 131_072).astype(int).tolist()
+
+
+KINDS = {
+    "short": np.random.default_rng(0).integers(100, 1200, 200).tolist(),
+    "one long": [90_000] + [200] * 199,
+    "long tail": lognormal(1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_planning_two_hundred_documents(cp_size, kind, capsys) -> None:
     sharder = Sharder(ShardingConfig(cp_size), FULL_SIZE)
     seconds = []
-    for _ in range(15):
+    for _ in range(9):
         begin = time.perf_counter()
-        plan = sharder.plan(lengths)
+        plan = sharder.plan(KINDS[kind])
         seconds.append(time.perf_counter() - begin)
     with capsys.disabled():
-        print(f"\nplanning 200 documents at cp {cp_size}: {sorted(seconds)[7] * 1e3:.2f} ms", end=" ")
+        print(f"\nplanning 200 documents, {kind}, at cp {cp_size}: {sorted(seconds)[4] * 1e3:.2f} ms", end=" ")
     assert plan.token_skew <= 0.05
+
+
+def placement_of(lengths: list[int], cp_size: int, workload: AnalyticWorkload) -> tuple[Placement, ShardCosts]:
+    costs = ShardCosts.of(np.array(lengths), workload, cp_size)
+    return Placement(costs, TokenBounds.of(sum(lengths), cp_size, 0.05, None)), costs
+
+
+@settings(deadline=None, max_examples=60)
+@given(micro_batches(most=3000, documents=20))
+def test_no_plan_is_faster_than_its_bound(given_) -> None:
+    """Of any number of sharded documents; else the best plan could be left out of the search."""
+    lengths, cp_size = given_
+    placement, costs = placement_of(lengths, cp_size, WORKLOAD)
+    seen: list[float] = []
+    for count, least in enumerate(placement.at_least(range(len(lengths) + 1))):
+        plan = placement.place(count)
+        if plan is None or len(plan.edges) < count or not np.diff(plan.edges, axis=1).all():
+            continue  # a document that some rank has nothing of is priced with fewer chunks than in the bound
+        assert costs.price([plan])[0].slowest >= least * (1 - 1e-9) - costs.linear * cp_size  # rounding
+        seen.append(least / costs.price([plan])[0].slowest)
+    if len(lengths) == 1 and cp_size > 1 and seen:
+        assert seen[-1] > 0.9  # and a bound it is, not just any small number
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_few_placements_are_tried_and_none_that_is_left_out_is_better(cp_size, monkeypatch) -> None:
+    tried: list[int] = []
+    place = Placement.place
+    monkeypatch.setattr(Placement, "place", lambda self, count: tried.append(count) or place(self, count))
+    for lengths in (*KINDS.values(), [90_000, *MIX], *(lognormal(seed) for seed in range(2, 6))):
+        placement, costs = placement_of(lengths, cp_size, FULL_SIZE)
+        found = min(plan.slowest for plan in placements(placement, costs, len(lengths)))
+        assert len(tried) <= 6
+        tried.clear()
+        every = [
+            plan for count in range(0, len(lengths) + 1, 1 + len(lengths) // 40) if (plan := place(placement, count))
+        ]
+        best = min(plan.slowest for plan in costs.price(every))
+        assert found <= best * 1.005
 
 
 @settings(deadline=None, max_examples=30)

@@ -37,7 +37,23 @@ def contexts_table(results: Mapping[str, Any]) -> str:
             cells = [kv_heads, label, *(f"{contexts['ms'][name][label]:.2f}" for name in names), *shown]
             lines.append(f"| {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return "\n".join([*lines, "", f"{versions}; {about['date']}, commit {about['commit']}; `{about['command']}`."])
+    return "\n".join(
+        [*lines, "", f"{_shares(results)}{versions}; {about['date']}, commit {about['commit']}; `{about['command']}`."]
+    )
+
+
+def _shares(results: Mapping[str, Any]) -> str:
+    """What the automatic settings reach of the bound, one GPU's time over the ranks."""
+    said = []
+    for kv_heads, part in results["kv_heads"].items():
+        for case in part.get("cases", []):
+            times = part.get("contexts", {}).get("ms", {}).get(case["name"])
+            if times is not None:
+                again, kept = (
+                    case["ideal_ms"] / times[whole.context_label(None, regather)] for regather in (True, False)
+                )
+                said.append(f"{again:.0%} and {kept:.0%} ({kv_heads} KV heads, {case['name']})")
+    return f"Of the bound, automatic groups reach, gathered again and kept: {'; '.join(said)}. " if said else ""
 
 
 def result(results: Mapping[str, Any]) -> dict[str, Any]:

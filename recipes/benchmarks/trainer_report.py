@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from readme_table import between_marks
+from trainer_cases import CASES
 
 BEGIN, END = "<!-- trainer-table:begin -->", "<!-- trainer-table:end -->"
 
@@ -69,24 +70,35 @@ def result(runs: Mapping[str, Any], warmups: int) -> dict[str, float | None]:
 
 
 def loss_differences(runs: Mapping[str, Any]) -> dict[str, float | None]:
-    """How far losses of pipelines are from those of the first run without one, and how far such runs are apart.
+    """How far losses and gradient norms of pipelines are from those of the first run without one, and such runs apart.
 
     Returns:
         Largest difference over all steps, of any pipeline (``loss_difference_pipelines``) and of any other split whose
         steps hold the same documents (``loss_difference_others``), which only adds up in another order: where data
-        parallelism shares a step's micro-batches out, steps are packed otherwise. Empty without pipelines.
+        parallelism shares a step's micro-batches out, steps are packed otherwise. Of gradient norms likewise, relative
+        to the first run's (``grad_norm_difference_pipelines`` and ``..._others``): they say more, since the loss of
+        random tokens hardly moves. Empty without pipelines.
     """
     losses, pipelines = _losses(runs), _pipelines(runs)
     first, others = next((name for name in losses if name not in pipelines), None), set(losses) - pipelines
     if first is None or not pipelines:
         return {}
+    alike = {name for name in others - {first} if _step_tokens(runs[name]) == _step_tokens(runs[first])}
 
-    def furthest(names: Iterable[str]) -> float | None:
-        apart = [abs(a - b) for name in names for a, b in zip(losses.get(name, []), losses[first], strict=False)]
+    def furthest(names: Iterable[str], figure: str, relative: bool) -> float | None:
+        apart = [
+            abs(row[figure] - expected[figure]) / (expected[figure] if relative else 1.0)
+            for name in names
+            for row, expected in zip(runs[name].get("steps", []), runs[first]["steps"], strict=False)
+            if figure in row and figure in expected
+        ]
         return round(max(apart), 6) if apart else None
 
-    alike = {name for name in others - {first} if _step_tokens(runs[name]) == _step_tokens(runs[first])}
-    return {"loss_difference_pipelines": furthest(pipelines), "loss_difference_others": furthest(alike)}
+    return {
+        f"{figure}_difference_{which}": furthest(names, figure, relative)
+        for figure, relative in (("loss", False), ("grad_norm", True))
+        for which, names in (("pipelines", pipelines), ("others", alike))
+    }
 
 
 def _step_tokens(run: Mapping[str, Any]) -> list[float]:
@@ -153,7 +165,8 @@ def results_table(results: Mapping[str, Any]) -> str:
         f"`recipes/llama_long_context.py` with a {settings['model']} Llama, micro-batches of "
         f"{settings['context_length']:,} tokens, {settings['micro_batches']} a step, bfloat16, {where(machine)}, "
         f"attention kernel `{machine['attention_kernel']}`; documents drawn from {about['lengths']}, cut at the "
-        f"context length. {settings['steps'] - settings['warmups']} steps, the time of the median one."
+        f"context length. MFU and tokens/s of {settings['steps'] - settings['warmups']} steps together, the time of "
+        f"the median one.{_left_out(runs)}"
     )
     mfu = (
         "MFU counts 6 x weights (no embedding lookups) x tokens and causal attention within documents, forward and "
@@ -163,6 +176,7 @@ def results_table(results: Mapping[str, Any]) -> str:
         *([mfu] if rows else []),
         _overhead_sentence(results),
         *_loss_sentences(runs),
+        *_other_steps_sentence(runs),
         *(f"`{name}` failed." for name, run in runs.items() if "problem" in run),
     ]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
@@ -202,10 +216,14 @@ def _overhead_sentence(results: Mapping[str, Any]) -> str:
     if found is None:
         return "What `WLBTrainer` adds to a bare loop was not measured."
     commits = {run.get("commit") for run in results["runs"].values() if overhead(run, 0) is not None}
-    earlier = "".join(f" (commit {commit})" for commit in commits - {None, results["environment"]["commit"]})
+    earlier = "".join(f", commit {commit}" for commit in commits - {None, results["environment"]["commit"]})
+    tokens = {
+        word for run in results["runs"].values() for word in [run.get("options", {}).get("context_length")] if word
+    }
+    at = "".join(f", micro-batches of {int(word):,} tokens" for word in tokens)
     return (
         f"On {found[1]} a step of `WLBTrainer` takes {abs(found[0]):.1%} {'longer' if found[0] >= 0 else 'less'} "
-        f"than that of a bare loop over the same micro-batches, of a {results['settings']['model']} Llama{earlier}."
+        f"than that of a bare loop over the same micro-batches, of a {results['settings']['model']} Llama{at}{earlier}."
     )
 
 
@@ -218,8 +236,36 @@ def _loss_sentences(runs: Mapping[str, Any]) -> list[str]:
     first = next(name for name in _losses(runs) if name not in _pipelines(runs))
     more = "" if others is None else f", and that of another split, which adds up in another order, at most {others:g}"
     return [
-        f"On the same documents the loss of a pipeline's step is at most {pipelines:g} off that of `{first}`{more}."
+        f"On the same documents the loss of a pipeline's step is at most {pipelines:g} off that of `{first}`{more}.",
+        *_norm_sentence(found),
     ]
+
+
+def _left_out(runs: Mapping[str, Any]) -> str:
+    """What else the benchmark can run on as many GPUs."""
+    known = max(({case.name for case in cases} for cases in CASES.values()), key=lambda names: len(names & set(runs)))
+    missing = ", ".join(f"`{name}`" for name in sorted(known - set(runs)))
+    return f" Not measured: {missing}." if missing else ""
+
+
+def _other_steps_sentence(runs: Mapping[str, Any]) -> list[str]:
+    """Which splits did not train the same steps as the first one."""
+    splits = [name for name, run in runs.items() if any("mfu" in row for row in run.get("steps", []))]
+    other = [f"`{name}`" for name in splits if _step_tokens(runs[name]) != _step_tokens(runs[splits[0]])]
+    if not other:
+        return []
+    return [
+        f"{' and '.join(other)} trained the same documents in other steps than `{splits[0]}`: replicas share a step's "
+        "micro-batches out."
+    ]
+
+
+def _norm_sentence(found: Mapping[str, float | None]) -> list[str]:
+    pipelines, others = (found.get(f"grad_norm_difference_{which}") for which in ("pipelines", "others"))
+    if pipelines is None:
+        return []
+    more = "" if others is None else f" and {others:.2%}"
+    return [f"Gradient norms are at most {pipelines:.2%}{more} apart."]
 
 
 def with_table(page: str, table: str) -> str:

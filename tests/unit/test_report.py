@@ -286,6 +286,7 @@ def test_the_summary_has_no_interval_for_few_rounds_and_says_what_is_missing(mod
 def test_the_trainers_table_of_two_gpus(modules) -> None:
     table = modules.trainer_report.results_table(trainer_results(modules, two_gpus(modules)))
     assert "bfloat16, 2 x NVIDIA H100, attention kernel `flash-attn-2`" in table  # though one GPU ran first
+    assert "the time of the median one. Not measured: `dp2`, `fsdp2`.\n" in table
     assert "| cp2 | 45.0% | 250 | 2.00 | 1.250 | 61 | no | yes |\n| pp2 | 50.0% | 250 |" in table
     assert "On 1 x NVIDIA H100 a step of `WLBTrainer` takes 2.0% longer than" in table
     assert "step is at most 0.002 off that of `cp2`, and that of another split, which adds up in another order" in table
@@ -299,10 +300,22 @@ def test_splits_that_train_other_steps_are_not_compared(modules) -> None:
     found = modules.trainer_report.loss_differences(runs)
     assert found == modules.trainer_report.loss_differences(two_gpus(modules))
     assert found["loss_difference_others"] == 0.0005
+    table = modules.trainer_report.results_table(trainer_results(modules, runs))
+    assert "`dp2` trained the same documents in other steps than `cp2`: replicas share" in table
+
+
+def test_gradient_norms_are_compared_too(modules) -> None:
+    runs = two_gpus(modules)
+    for name, norm in (("cp2", 2.0), ("pp2", 2.002), ("tp2", 1.999)):
+        runs[name]["steps"] = [{**row, "grad_norm": norm} for row in runs[name]["steps"]]
+    found = modules.trainer_report.loss_differences(runs)
+    assert (found["grad_norm_difference_pipelines"], found["grad_norm_difference_others"]) == (0.001, 0.0005)
+    table = modules.trainer_report.results_table(trainer_results(modules, runs))
+    assert "Gradient norms are at most 0.10% and 0.05% apart." in table
 
 
 def test_an_earlier_measurement_of_the_overhead_names_its_commit(modules) -> None:
-    for commit, named in (("abc", "Llama. On"), ("def", "Llama (commit def). On")):
+    for commit, named in (("abc", "Llama. On"), ("def", "Llama, commit def. On")):
         runs = two_gpus(modules)
         runs["overhead"]["commit"] = commit
         assert named in modules.trainer_report.results_table(trainer_results(modules, runs))

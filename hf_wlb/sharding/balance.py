@@ -19,6 +19,7 @@ _PENALTY = 10.0
 _TRIES, _TRIED_DOCUMENTS = 16, 800  # swaps tried, fewer with more documents, whose deal is finer from the start
 _MINE, _OTHERS = 12, 48  # documents that are looked at in one try, of the rank that stands out and of the others
 _SHORT_SHARES = (0.2, 0.1, 0.3)  # of all tokens: what counts as short documents when they are to even tokens out
+_DOCUMENTS_FOR_A_START_LESS = 64  # many documents come out even from the first start, or from none
 EVEN = 1.005  # heaviest rank over the mean that needs no further attempt
 
 
@@ -76,7 +77,7 @@ def _starts(costs: FloatArray, lengths: IntArray, cp_size: int, most: float) -> 
     if dealt is not None:
         yield dealt.owner
     shorter = np.cumsum(lengths[order][::-1])[::-1]  # tokens of a document and all shorter ones
-    for share in _SHORT_SHARES:
+    for share in _SHORT_SHARES[: max(len(_SHORT_SHARES) - len(lengths) // _DOCUMENTS_FOR_A_START_LESS, 0)]:
         long = min(max(int((shorter >= share * shorter[0]).sum()), 1), len(order) - 1)
         if long < 1:
             return

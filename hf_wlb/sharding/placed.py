@@ -124,8 +124,11 @@ class Placement:
         edges = np.zeros((0, 2 * self._cp + 1), dtype=np.int64)
         return ShardPlan(self._costs.lengths, self._cp, dealt.owner, edges, "placed", self._threshold(0))
 
-    def place(self, count: int) -> ShardPlan | None:
-        """Shards the ``count`` longest documents and places the others whole; None if the bounds forbid it."""
+    def place(self, count: int, below: float = math.inf) -> ShardPlan | None:
+        """Shards the ``count`` longest documents and places the others whole; None if the bounds forbid it.
+
+        Or if it can be seen not to take less than ``below`` before it is worked out to the token.
+        """
         lengths = self._costs.lengths
         if not count:
             dealt = deal_evenly(self._whole, lengths, self._cp, self._bounds.least, self._bounds.most)
@@ -133,7 +136,10 @@ class Placement:
         poured = self._fill(count)
         if poured is None:
             return None
-        dealt, shares = poured
+        slowest, dealt, shares = poured
+        exchange = self._costs.exchange(self._sharded_tokens[count])
+        if slowest + (1 - self._costs.hidden_share) * exchange >= below:
+            return None
         plan = ShardPlan(lengths, self._cp, dealt.owner, self._cut(count, shares), "placed", self._threshold(count))
         if not self._bounds.hold(plan.tokens):  # rounding to whole tokens passed a narrow bound
             if count < len(lengths):
@@ -158,8 +164,10 @@ class Placement:
         lengths = self._costs.lengths
         return int(lengths[self.longest_first[count]]) if count < len(lengths) else 0
 
-    def _fill(self, count: int) -> tuple[Dealt, FloatArray] | None:
+    def _fill(self, count: int) -> tuple[float, Dealt, FloatArray] | None:
         """The other documents whole, and shares in the ``count`` longest that even the ranks out.
+
+        With what the slowest rank takes, but for the exchange.
 
         Where tokens forbid that, the others are dealt anew, by how much more the sharded documents cost than they do
         for as many tokens: if that is even, ranks filled up to as many tokens have as much workload.
@@ -173,12 +181,12 @@ class Placement:
             if dealt is None or shares is None:
                 continue
             loads = np.array(dealt.load) + shares * cost
-            found = (float(loads.max() / loads.mean()), dealt, shares)
-            if best is None or found[0] < best[0]:
-                best = found
-            if best[0] <= EVEN:
+            slowest = float(loads.max())
+            if best is None or slowest < best[0]:
+                best = (slowest, dealt, shares)
+            if best[0] <= EVEN * float(loads.mean()):
                 break
-        return best and best[1:]
+        return best
 
     def _deal(self, count: int, weights: FloatArray) -> Dealt | None:
         """Documents but the ``count`` longest by weight, the heaviest first; with their true load."""

@@ -106,8 +106,12 @@ class Sharder:
         if config.threshold is not None:
             return costs.price([placement.place_up_to(config.threshold)])
         plans = placements(placement, costs, len(lengths))
-        if config.strategy == "adaptive" and not (plans and plans[-1].slowest <= costs.ideal * (1 + _CLOSE)):
-            plans += costs.price([per_sequence(lengths, config.cp_size), per_document(lengths, config.cp_size)])
+        best = min((plan.slowest for plan in plans), default=float("inf"))
+        if config.strategy == "adaptive" and best > costs.ideal * (1 + _CLOSE):
+            others = [per_sequence(lengths, config.cp_size)]
+            if placement.at_least([len(lengths)])[0] < best:
+                others.append(per_document(lengths, config.cp_size))
+            plans += costs.price(others)
         return plans
 
 
@@ -133,7 +137,7 @@ def placements(placement: Placement, costs: ShardCosts, documents: int) -> list[
     least = dict(zip(counts, placement.at_least(counts), strict=True))
     for count in sorted(counts, key=lambda count: (count == 0, least[count])):
         if least[count] * (1 + _CLOSE if count else EVEN) < best:
-            best = keep(placement.place(count))
+            best = keep(placement.place(count, best / (1 + _CLOSE)))
             if best <= enough:
                 break
     return plans

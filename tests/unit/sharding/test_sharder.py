@@ -123,7 +123,7 @@ def test_no_plan_is_faster_than_its_bound(given_) -> None:
 def test_few_placements_are_tried_and_none_that_is_left_out_is_better(cp_size, monkeypatch) -> None:
     tried: list[int] = []
     place = Placement.place
-    monkeypatch.setattr(Placement, "place", lambda self, count: tried.append(count) or place(self, count))
+    monkeypatch.setattr(Placement, "place", lambda self, *given: tried.append(given[0]) or place(self, *given))
     for lengths in (*KINDS.values(), [90_000, *MIX], *(lognormal(seed) for seed in range(2, 6))):
         placement, costs = placement_of(lengths, cp_size, FULL_SIZE)
         found = min(plan.slowest for plan in placements(placement, costs, len(lengths)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 import torch
 from transformers import TrainingArguments
 
+from hf_wlb.argument_names import named_as_arguments
 from hf_wlb.attention.kernels import KERNELS
 from hf_wlb.loss import FUSED_LOSSES
 from hf_wlb.packing import PACKER_NAMES, PackingConfig
@@ -351,7 +351,7 @@ class WLBTrainingArguments(TrainingArguments):
 
     def sharding_config(self) -> ShardingConfig:
         """How micro-batches are shared out over context-parallel ranks."""
-        try:
+        with named_as_arguments():
             return ShardingConfig(
                 cp_size=self.cp_size,
                 strategy=self.cp_strategy,  # type: ignore[arg-type]  # checked by ShardingConfig
@@ -359,30 +359,29 @@ class WLBTrainingArguments(TrainingArguments):
                 max_tokens_per_shard=self.max_tokens_per_shard,
                 max_token_skew=self.cp_max_token_skew,
             )
-        except ValueError as error:  # its names are not those of these arguments
-            raise ValueError(re.sub(r"\b(strategy|threshold|max_token_skew)\b", r"cp_\1", str(error))) from None
 
     def packing_config(self, dp_size: int) -> PackingConfig:
         """The planner's settings for ``dp_size`` replicas."""
         assert self.context_length is not None
-        return PackingConfig(
-            context_length=self.context_length,
-            micro_batches_per_replica=self.gradient_accumulation_steps,
-            dp_size=dp_size,
-            pp_size=max(self.pp_size, self.plan_pp_size),
-            sharded_parameters=self.shard_parameters,
-            packer=self.packer,  # type: ignore[arg-type]  # checked by PackingConfig
-            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
-            max_document_tokens=self.max_document_tokens,
-            oversize=self.oversize_documents,  # type: ignore[arg-type]
-            empty=self.empty_documents,  # type: ignore[arg-type]
-            thresholds=None if self.outlier_thresholds is None else tuple(self.outlier_thresholds),
-            outlier_tokens=self.outlier_tokens,
-            max_time_gap=self.max_time_gap,
-            max_wait_steps=self.max_wait_steps,
-            max_waiting_contexts=self.max_waiting_contexts,
-            window_steps=self.window_steps,
-        )
+        with named_as_arguments():
+            return PackingConfig(
+                context_length=self.context_length,
+                micro_batches_per_replica=self.gradient_accumulation_steps,
+                dp_size=dp_size,
+                pp_size=max(self.pp_size, self.plan_pp_size),
+                sharded_parameters=self.shard_parameters,
+                packer=self.packer,  # type: ignore[arg-type]  # checked by PackingConfig
+                max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+                max_document_tokens=self.max_document_tokens,
+                oversize=self.oversize_documents,  # type: ignore[arg-type]
+                empty=self.empty_documents,  # type: ignore[arg-type]
+                thresholds=None if self.outlier_thresholds is None else tuple(self.outlier_thresholds),
+                outlier_tokens=self.outlier_tokens,
+                max_time_gap=self.max_time_gap,
+                max_wait_steps=self.max_wait_steps,
+                max_waiting_contexts=self.max_waiting_contexts,
+                window_steps=self.window_steps,
+            )
 
     def workload_model(self, model_config: Any) -> WorkloadModel:
         """What documents cost: from a profile, a crossover length, or the model's shape and hardware figures."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hf_wlb.analysis.inputs import SAMPLED_DOCUMENTS, LengthSource
-from hf_wlb.lengths import IntArray, LengthArray, RandomOrder, load_lengths, sample_lengths
+from hf_wlb.lengths import MOST_TOKENS, IntArray, LengthArray, RandomOrder, load_lengths, parse_length, sample_lengths
 from hf_wlb.sharding import (
     SHARDING_STRATEGIES,
     ShardCosts,
@@ -291,8 +291,9 @@ def _documents(lengths: IntArray) -> str:
 
 def _parse_list(text: str) -> IntArray:
     words = [word.strip() for word in text.split(",") if word.strip()]
-    bad = [word for word in words if not word.isdecimal() or int(word) < 1]
+    parsed = [parse_length(word) for word in words]
+    bad = [word for word, length in zip(words, parsed, strict=True) if not length]
     if bad or not words:
         found = f"{bad[0]!r} is not" if bad else "there are none"
-        raise ValueError(f"The lengths must be whole numbers of at least 1, separated by commas; {found}.")
-    return np.array([int(word) for word in words], dtype=np.int64)
+        raise ValueError(f"The lengths must be whole numbers from 1 to {MOST_TOKENS:,}, separated by commas; {found}.")
+    return np.array(parsed, dtype=np.int64)

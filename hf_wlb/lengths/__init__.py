@@ -5,14 +5,15 @@ tens of millions of entries: nothing but :func:`sample_lengths` and the readers 
 memory that grows with the number of documents. NumPy and the standard library only.
 """
 
-from hf_wlb.lengths.arrays import BLOCK_ENTRIES, IntArray, LengthArray, iter_blocks
+from hf_wlb.lengths.arrays import BLOCK_ENTRIES, MOST_TOKENS, IntArray, LengthArray, iter_blocks
 from hf_wlb.lengths.order import Order, RandomOrder, StoredOrder
-from hf_wlb.lengths.reading import fingerprint_lengths, load_lengths
+from hf_wlb.lengths.reading import fingerprint_lengths, load_lengths, parse_length
 from hf_wlb.lengths.sampling import sample_lengths
 from hf_wlb.lengths.summary import SUMMARY_PERCENTILES, LengthHistogram, LengthSummary, length_summary
 
 __all__ = [
     "BLOCK_ENTRIES",
+    "MOST_TOKENS",
     "SUMMARY_PERCENTILES",
     "IntArray",
     "LengthArray",
@@ -25,5 +26,6 @@ __all__ = [
     "iter_blocks",
     "length_summary",
     "load_lengths",
+    "parse_length",
     "sample_lengths",
 ]

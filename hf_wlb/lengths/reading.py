@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_wlb.lengths.arrays import BLOCK_ENTRIES, IntArray, LengthArray, iter_blocks
+from hf_wlb.lengths.arrays import BLOCK_ENTRIES, MOST_TOKENS, IntArray, LengthArray, iter_blocks
+
+_MOST_DIGITS = len(str(MOST_TOKENS))
+_WHAT_LENGTHS_ARE = f"document lengths are integers from 0 to {MOST_TOKENS:,}, in tokens"
 
 
 def load_lengths(path: str | Path) -> LengthArray:
@@ -27,8 +30,8 @@ def load_lengths(path: str | Path) -> LengthArray:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the content is not a list of non-negative integers; the message names the first
-            bad place.
+        ValueError: If the content is not a list of integers from 0 to ``MOST_TOKENS``; the message names the
+            first bad place.
     """
     path = Path(path)
     if not path.is_file():
@@ -69,17 +72,15 @@ def _load_npy(path: Path) -> LengthArray:
 def _parse_json(text: str, name: str) -> IntArray:
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # JSONDecodeError, or a number of thousands of digits
         raise ValueError(f"{name} is not valid JSON ({error}). Give a list of integers.") from error
     if not isinstance(content, list):
         raise ValueError(
             f"{name} holds a JSON {_json_kind(content)}; document lengths are a list of integers, such as [812, 95]."
         )
     for index, value in enumerate(content):
-        if type(value) is not int or not 0 <= value < 2**63:
-            raise ValueError(
-                f"Entry {index} of {name} is {_short(value)}; document lengths are integers from 0 up, in tokens."
-            )
+        if type(value) is not int or not 0 <= value <= MOST_TOKENS:
+            raise ValueError(f"Entry {index} of {name} is {_short(value)}; {_WHAT_LENGTHS_ARE}.")
     return np.array(content, dtype=np.int64)
 
 
@@ -89,13 +90,28 @@ def _parse_lines(text: str, name: str) -> IntArray:
         word = line.strip()
         if not word:
             continue
-        if not (word.isascii() and word.isdigit()) or int(word[:20]) >= 2**63:
-            raise ValueError(
-                f"Line {number} of {name} is {_short(word)}; "
-                "document lengths are integers from 0 up, in tokens, one a line."
-            )
-        values.append(int(word))
+        length = parse_length(word)
+        if length is None:
+            raise ValueError(f"Line {number} of {name} is {_short(word)}; {_WHAT_LENGTHS_ARE}, one a line.")
+        values.append(length)
     return np.array(values, dtype=np.int64)
+
+
+def parse_length(word: str) -> int | None:
+    """Read the length of a document in tokens, written in decimal digits.
+
+    Returns:
+        The length; None for other text, or for more than ``MOST_TOKENS``.
+
+    Example:
+        >>> parse_length("0812"), parse_length("-5"), parse_length("9" * 20)
+        (812, None, None)
+    """
+    digits = word.lstrip("0")
+    if not (word.isascii() and word.isdigit()) or len(digits) > _MOST_DIGITS:
+        return None
+    length = int(digits or "0")  # Python refuses thousands of digits, zeros too
+    return length if length <= MOST_TOKENS else None
 
 
 def _json_kind(value: object) -> str:
@@ -110,13 +126,10 @@ def _short(value: object) -> str:
 
 def _check_lengths(lengths: LengthArray, name: str) -> None:
     for start, block in iter_blocks(lengths, BLOCK_ENTRIES):
-        bad = np.flatnonzero((block < 0) | (block > np.iinfo(np.int64).max))
+        bad = np.flatnonzero((block < 0) | (block > MOST_TOKENS))
         if bad.size:
             first = int(bad[0])
-            raise ValueError(
-                f"Entry {start + first} of {name} is {block[first]}; "
-                "document lengths are integers from 0 up, in tokens."
-            )
+            raise ValueError(f"Entry {start + first} of {name} is {block[first]}; {_WHAT_LENGTHS_ARE}.")
 
 
 def fingerprint_lengths(lengths: LengthArray) -> str:

@@ -188,7 +188,8 @@ class DocumentReader:
         else:
             raise ValueError(
                 f"document {index} has {length:,} tokens, more than max_document_tokens={self._max:,}. Choose "
-                "oversize='split' or oversize='truncate', raise the limit, or remove such documents beforehand."
+                "oversize='split' or 'truncate' (oversize_documents of WLBTrainingArguments), raise the limit, or "
+                "remove such documents beforehand."
             )
 
     def _refuse_empty(self, index: int, length: int) -> None:

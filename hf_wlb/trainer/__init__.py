@@ -2,7 +2,8 @@
 
 ``trainer`` is the training loop's part; the others are its bases: ``splitting`` (who holds which part of the model),
 ``checkpoints``, ``supervision`` (speed, faults), ``evaluation`` and ``training_loss``. ``attention`` says how documents
-attend, ``swap`` what a script written for ``Trainer`` means, ``shard_window`` what context parallelism logs.
+attend, ``tokens`` which ones a model knows, ``swap`` what a script written for ``Trainer`` means, ``shard_window`` what
+context parallelism logs.
 """
 
 from hf_wlb.trainer.splitting import agreed_sizes, check_processes

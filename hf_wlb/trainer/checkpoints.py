@@ -17,6 +17,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from hf_wlb.accounting import read_planner_state
+from hf_wlb.argument_names import named_as_arguments
 from hf_wlb.parallel import ParallelSizes, failing_together, gather_figures
 from hf_wlb.parallel.checkpoint import (
     ELEMENTWISE_OPTIM_NAMES,
@@ -193,9 +194,11 @@ class SplitCheckpoints(SplitModel):
 
     # ---- data ----
 
-    def _planner_state(self, checkpoint: str, data: Any) -> dict[str, Any]:
-        """Where the training data stood, for this run's replicas."""
-        return under_this_layout(read_planner_state(checkpoint, self.state.global_step), data)
+    def _load_planner_state(self, checkpoint: str, data: Any) -> None:
+        """Lets the training data go on where they stood, for this run's replicas."""
+        state = under_this_layout(read_planner_state(checkpoint, self.state.global_step), data)
+        with named_as_arguments():
+            data.load_state_dict(state)
 
     # ---- random states ----
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from hf_wlb.accounting import TokenMean
 from hf_wlb.attention import document_attention_enabled
@@ -18,6 +18,8 @@ from hf_wlb.parallel import ParallelMesh, verify_settings
 from hf_wlb.sharding import IGNORE_INDEX, ShardPlan, unshard_order
 from hf_wlb.trainer.training_loss import TrainingLoss, causal_lm_of
 from hf_wlb.workload import WorkloadModel
+
+_NO_DOCUMENTS = "{} holds no documents, so there is no loss to compute. Give it some, or do not evaluate on it."
 
 
 class PlannedEvaluation(TrainingLoss):
@@ -66,18 +68,25 @@ class PlannedEvaluation(TrainingLoss):
                 "documents split, or extend the model's positions."
             )
 
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
+        """Also refuses what could not be evaluated on, before anything is trained."""
+        if args.eval_strategy != IntervalStrategy.NO or args.eval_on_start:
+            given = self.eval_dataset
+            for name, dataset in given.items() if isinstance(given, dict) else (("", given),):
+                if dataset is not None:
+                    _check_documents(dataset, f"the eval_dataset{name and f' {name!r}'}")
+        return cast(tuple[Any, ...], super().set_initial_training_values(args, dataloader))
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> WLBDataLoader:  # type: ignore[override]
         """Documents in their order, packed without looking at workloads, shared out over the ranks."""
+        what = "the data set to evaluate on"
         if isinstance(eval_dataset, str):
+            what = f"the eval_dataset {eval_dataset!r}"
             eval_dataset = cast(dict[str, Any], self.eval_dataset)[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
-        if not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"evaluation needs documents with a length, one a row, got {type(dataset).__name__}; take some of the "
-                "stream into a list or a datasets.Dataset"
-            )
+        _check_documents(dataset, what)
         config = PackingConfig(
             context_length=self.packing.longest_document or self.packing.capacity,
             micro_batches_per_replica=1,
@@ -86,7 +95,10 @@ class PlannedEvaluation(TrainingLoss):
             oversize=self.packing.oversize,
             empty=self.packing.empty,
         )
-        return self._loader(dataset, config, shuffle=False)
+        loader = self._loader(dataset, config, shuffle=False)
+        if not loader.sampler.steps(0):  # only empty documents, which are skipped
+            raise ValueError(_NO_DOCUMENTS.format(what))
+        return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> WLBDataLoader:  # type: ignore[override]
         """See ``get_eval_dataloader``."""
@@ -148,3 +160,13 @@ class PlannedEvaluation(TrainingLoss):
     def _gather_from_replicas(self, rows: Any) -> Any:
         """One row per replica: all of its ranks have the same."""
         return self.accelerator.gather_for_metrics(rows)[self.mesh.replica_leads()]
+
+
+def _check_documents(dataset: Any, what: str) -> None:
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"evaluation needs documents with a length, one a row, got {type(dataset).__name__}; take some of the "
+            "stream into a list or a datasets.Dataset"
+        )
+    if not len(dataset):
+        raise ValueError(_NO_DOCUMENTS.format(what))

@@ -49,9 +49,7 @@ class NonFiniteSteps(TrainerCallback, ExportableState):
         if action not in NONFINITE_ACTIONS:
             raise ValueError(f"on_nonfinite_loss must be one of {', '.join(NONFINITE_ACTIONS)}, got {action!r}")
         if most_in_a_row < 1:
-            raise ValueError(
-                f"the non-finite steps that may follow one another must be at least 1, got {most_in_a_row}"
-            )
+            raise ValueError(f"max_nonfinite_steps must be at least 1, got {most_in_a_row}")
         self.action = action
         self.most_in_a_row = most_in_a_row
         self.nonfinite_steps = 0

@@ -46,7 +46,10 @@ def under_this_layout(state: Mapping[str, Any], data: Any) -> dict[str, Any]:
         config = {**saved, "sharded_parameters": now.sharded_parameters}
         return {**state, "planner": {**planned, "config": config}}
     if then.micro_batches != now.micro_batches:
-        both = {"micro_batches_per_replica": (size, now.micro_batches_per_replica), "dp_size": (dp_size, now.dp_size)}
+        both = {
+            "gradient_accumulation_steps": (size, now.micro_batches_per_replica),
+            "replicas": (dp_size, now.dp_size),
+        }
         changed = "; ".join(f"{name}: {old} -> {new}" for name, (old, new) in both.items() if old != new)
         raise ValueError(
             f"the checkpoint was saved with {then.micro_batches} micro-batches a step, and this run has "

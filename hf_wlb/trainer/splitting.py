@@ -31,6 +31,7 @@ from hf_wlb.parallel import (
     wrap_data_parallel,
 )
 from hf_wlb.trainer.stages import StagedModel
+from hf_wlb.trainer.tokens import Vocabulary
 from hf_wlb.trainer.training_loss import causal_lm_of
 from hf_wlb.training_args import WLBTrainingArguments
 
@@ -102,6 +103,7 @@ class SplitModel(StagedModel):
     _parallelism: WLBParallelismConfig
     _whole_model = True  # until it is split
     _gradients_verified = False  # in the first step
+    _vocabulary: Vocabulary
 
     @property
     def _splits(self) -> bool:
@@ -180,6 +182,7 @@ class SplitModel(StagedModel):
     def _split(self, model: torch.nn.Module) -> None:
         """Keeps this process's part of the parameters, and compiles layers. All processes must call this together."""
         args, shards = cast(WLBTrainingArguments, self.args), dict[str, TensorShard]()
+        self._vocabulary = Vocabulary(causal_lm_of(model))
         if self._layers_here is None:  # stages that were read one by one have nothing to compare
             verify_shapes(model)
             if self._splits:

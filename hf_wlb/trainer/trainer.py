@@ -40,6 +40,7 @@ from hf_wlb.trainer.splitting import agreed_sizes, verify_plan_settings
 from hf_wlb.trainer.stages import ModelSource, open_model
 from hf_wlb.trainer.supervision import SupervisedTraining
 from hf_wlb.trainer.swap import planned_arguments, planned_collator
+from hf_wlb.trainer.tokens import TargetWatch
 from hf_wlb.trainer.training_loss import causal_lm_of
 from hf_wlb.training_args import WLBTrainingArguments
 from hf_wlb.workload import WorkloadModel
@@ -289,6 +290,7 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial
         )
         self._window = LogWindow()
+        self._targets = TargetWatch(warns=self.is_world_process_zero())
         if self._shard_window is not None:
             self._shard_window.clear()
         if resume is None:
@@ -305,7 +307,7 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
         if self.args.ignore_data_skip:
             return epochs, 0
         assert self._train_data is not None
-        self._train_data.load_state_dict(self._planner_state(resume, self._train_data))
+        self._load_planner_state(resume, self._train_data)
         if self._steps_by_epoch and not micro_batches and next(iter(self._train_data), None) is not None:
             raise ValueError(f"{resume} was saved at the end of an epoch, but its planner state is not: it is damaged")
         return epochs, micro_batches
@@ -361,6 +363,8 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
             self._rng_checkpoint = None
         if self._train_data is not None and samples[0]:
             self._window.add(self._train_data.step_metrics)
+            if samples[1] is not None:  # counted
+                self._targets.add(self._num_items, self.state.global_step + 1)
             if self._shard_window is not None:
                 self._shard_window.add([micro_batch["wlb_info"] for micro_batch in samples[0]])
         return samples
@@ -368,6 +372,7 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """To the device, with the plan as arguments of the model's forward."""
         inputs = dict(inputs)
+        self._vocabulary.check(inputs, self._causal_lm, labels=self.compute_loss_func is None)
         plan = self._attention.plan_of(inputs, training=self._causal_lm.training)
         return {**super()._prepare_inputs(inputs), **plan}
 

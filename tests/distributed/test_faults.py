@@ -106,6 +106,7 @@ def test_a_rank_raises_under_an_agent(case: str, launches: dict[str, Any]) -> No
 SAID: dict[str, tuple[str, list[int]]] = {
     "memory": (rf"Rank 1 failed in step {STEP}: OutOfMemoryError: CUDA out of memory\. Tried to allocate", [1, 1]),
     "killed": (rf"Rank 1 was killed or ended without a word in step {STEP}\.", [1, -9]),
+    "token": (rf"Rank 1 failed in step {STEP}: ValueError: the input_ids hold 128, but the model's vocabulary", [1, 1]),
     # Noticed at once, or when its next micro-batch is asked for.
     "worker": (rf"Rank 1 failed in step [{STEP}{STEP + 1}]: RuntimeError: DataLoader worker \(pid", [1, 1]),
     "plans": (r"RuntimeError: The ranks do not agree on the plan of step 0 \(compared by its digest\): rank 0", [1, 1]),

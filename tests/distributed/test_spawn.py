@@ -45,6 +45,19 @@ def test_accelerate_sees_the_same_ranks(through: str) -> None:
     assert values == [("MULTI_CPU", 2, 0, 0), ("MULTI_CPU", 2, 1, 1)]
 
 
+def _offline(rank: int, world_size: int) -> tuple[str, bool, bool]:
+    import datasets
+    import huggingface_hub
+
+    return os.environ["HF_HUB_OFFLINE"], huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+
+
+def test_no_rank_asks_the_hub_whatever_was_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert run_distributed(_offline, 2) == [("1", True, True)] * 2
+    assert "HF_HUB_OFFLINE" not in os.environ  # the ranks' environment is theirs
+
+
 def _raise_on_rank_one(rank: int, world_size: int) -> None:
     if rank == 1:
         raise KeyError("no such document: 17")

@@ -116,6 +116,6 @@ def test_another_number_of_micro_batches_is_refused() -> None:
     data = loader("steady", 2, 2)
     steps_of(data, 2)
     with pytest.raises(
-        ValueError, match=r"with 4 micro-batches a step, and this run has 8 \(micro_batches_per_replica: 2 -> 4\)"
+        ValueError, match=r"with 4 micro-batches a step, and this run has 8 \(gradient_accumulation_steps: 2 -> 4\)"
     ):
         under_this_layout(data.state_dict(), loader("steady", 4, 2, n=8))

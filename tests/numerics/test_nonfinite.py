@@ -138,5 +138,5 @@ def test_many_places_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="on_nonfinite_loss must be one of stop, skip, got 'ignore'"):
         NonFiniteSteps("ignore")
-    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_nonfinite_steps must be at least 1, got 0"):
         NonFiniteSteps("skip", 0)

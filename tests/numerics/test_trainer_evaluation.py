@@ -111,6 +111,39 @@ def test_a_stream_is_refused(tmp_path: Path) -> None:
         trainer.evaluate(datasets.Dataset.from_list(rows_of()).to_iterable_dataset())
 
 
+@pytest.mark.parametrize("rows", [[], [{"input_ids": []}] * 2], ids=["no rows", "only empty ones"])
+def test_without_documents_it_is_refused(rows: Any, tmp_path: Path) -> None:
+    options = {"empty_documents": "skip", "eval_dataset": {"whole": rows_of(SECOND, 1), "none": rows}}
+    trainer, _ = trainer_of(tmp_path, **options)
+    with pytest.raises(ValueError, match="the eval_dataset 'none' holds no documents, so there is no loss"):
+        trainer.evaluate()
+    for evaluate in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="the data set to evaluate on holds no documents"):
+            evaluate(rows)
+    mixed = [*rows, *rows_of(SECOND, 1)]
+    assert trainer.evaluate(mixed)["eval_loss"] == pytest.approx(exact(SECOND), rel=EVALUATION)
+
+
+def test_what_cannot_be_evaluated_on_is_refused_before_training(tmp_path: Path) -> None:
+    import datasets
+
+    stream = datasets.Dataset.from_list(rows_of()).to_iterable_dataset()
+    every_step = {"eval_strategy": "steps", "eval_steps": 3}
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ([], every_step, "the eval_dataset holds no documents"),
+        ({"whole": rows_of(SECOND), "none": []}, every_step, "the eval_dataset 'none' holds no documents"),
+        ([], {"eval_on_start": True}, "the eval_dataset holds no documents"),
+        (stream, every_step, "documents with a length, one a row, got IterableDataset"),
+    ]
+    for given, options, sentence in cases:
+        trainer, _ = trainer_of(tmp_path, eval_dataset=given, **options)
+        with pytest.raises(ValueError, match=sentence):
+            trainer.train()
+        assert trainer.state.global_step == 0
+    trainer, _ = train(tmp_path, eval_dataset=[], max_steps=1)  # nobody evaluates on it
+    assert trainer.state.global_step == 1
+
+
 def test_label_smoothing(tmp_path: Path) -> None:
     trainer, _ = trainer_of(tmp_path, eval_dataset=rows_of(SECOND, 1), label_smoothing_factor=0.3)
     expected = mean_loss(in_double(tiny_llama()), rows_of(SECOND, 1), label_smoothing=0.3)

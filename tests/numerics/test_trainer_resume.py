@@ -178,8 +178,9 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "documents": ({"rows": rows_of((9, 20, 3) * 8)}, "belongs to another data set.*start anew without the state"),
     "seed": ({"data_seed": 99}, "the same documents in another order.*start anew without the state"),
     "context": ({"context_length": 17}, r"other packing settings \(context_length: 16 -> 17\)"),
-    "accumulation": ({"gradient_accumulation_steps": 3}, r"\(micro_batches_per_replica: 2 -> 3\)"),
+    "accumulation": ({"gradient_accumulation_steps": 3}, r"\(gradient_accumulation_steps: 2 -> 3\)"),
     "packer": ({"packer": "wlb"}, r"\(packer: 'steady' -> 'wlb'\)"),
+    "empty documents": ({"empty_documents": "skip"}, r"\(empty_documents: 'error' -> 'skip'\)"),
 }
 
 

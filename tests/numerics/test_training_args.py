@@ -9,6 +9,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_wlb import AnalyticWorkload, WLBTrainingArguments
+from hf_wlb.argument_names import named_as_arguments
 from hf_wlb.parallel import ParallelSizes
 from hf_wlb.sharding import ShardingConfig
 from tests.support.tiny_llama import tiny_llama
@@ -32,6 +33,10 @@ def test_the_defaults_are_a_planner_of_one_micro_batch(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no context": ({"context_length": None}, "context_length is missing: .*for example context_length=8192"),
     "context 0": ({"context_length": 0}, "context_length must be a whole number of at least 1, got 0"),
+    "accumulation": (
+        {"gradient_accumulation_steps": 0},
+        "^gradient_accumulation_steps must be a whole number of at least 1, got 0",
+    ),
     "train rows": (
         {"per_device_train_batch_size": 2},
         "per_device_train_batch_size=2: .*must be 1. Use context_length and gradient_accumulation_steps",
@@ -52,11 +57,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "at most one of workload_profile, workload_crossover and workload_hardware",
     ),
     "packer": ({"packer": "clever"}, "unknown packer 'clever'; choose one of steady, wlb"),
-    "oversize": ({"oversize_documents": "drop"}, "oversize must be one of split, truncate, error, got 'drop'"),
-    "empty": ({"empty_documents": "keep"}, "empty must be one of error, skip, got 'keep'"),
+    "oversize": (
+        {"oversize_documents": "drop"},
+        "^oversize_documents must be one of split, truncate, error, got 'drop'",
+    ),
+    "empty": ({"empty_documents": "keep"}, "^empty_documents must be one of error, skip, got 'keep'"),
     "S_max": ({"max_tokens_per_micro_batch": 32}, "max_tokens_per_micro_batch=32 is below context_length=64"),
     "document": ({"max_document_tokens": 81}, "max_document_tokens=81 must lie between 1 and the 80 tokens"),
-    "thresholds": ({"outlier_thresholds": [32, 16]}, r"thresholds must ascend strictly, got \[32, 16\]"),
+    "thresholds": ({"outlier_thresholds": [32, 16]}, r"^outlier_thresholds must ascend strictly, got \[32, 16\]"),
     "outliers": ({"outlier_tokens": 0}, "outlier_tokens must be at least 1"),
     "gap": ({"max_time_gap": -0.1}, "max_time_gap must not be negative"),
     "wait": ({"max_wait_steps": 0}, "max_wait_steps must be at least 1"),
@@ -126,6 +134,14 @@ def test_refusals(case: str, tmp_path: Path) -> None:
     options, sentence = REFUSED[case]
     with pytest.raises(ValueError, match=sentence):
         arguments(tmp_path, **options)
+
+
+def test_only_names_of_settings_are_changed() -> None:
+    sentence = "^/runs/empty/x: cp_threshold='empty', cp_strategy and outlier_thresholds are"
+    with pytest.raises(ValueError, match=sentence), named_as_arguments():
+        raise ValueError("/runs/empty/x: threshold='empty', strategy and thresholds are wrong")
+    with pytest.raises(KeyError, match="threshold"), named_as_arguments():
+        raise KeyError("threshold")
 
 
 def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

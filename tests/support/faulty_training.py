@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from hf_wlb.data import WLBDataCollator
+
 STEP = 4  # in which the fault happens, after its first micro-batch
 STEPS = 6
 RANKS = 2
@@ -38,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole": {},
     "raises": {"dataloader_num_workers": 1},
     "raises late": {},
+    "token": {"dataloader_num_workers": 1},
     "memory": {},
     "killed": _SAVES,
     "resumed": _SAVES,
@@ -77,8 +80,24 @@ class Fault(TrainerCallback):
             multiprocessing.active_children()[0].kill()
 
 
+class UnknownToken(WLBDataCollator):
+    """Puts a token that the model does not know into the first micro-batch of the faulty step."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self.token, self.made = token, 0
+
+    def __call__(self, features: Any) -> dict[str, Any]:
+        self.made += 1
+        micro_batch = super().__call__(features)
+        if self.made == 2 * STEP - 1:
+            micro_batch["input_ids"][0, -1] = self.token
+        return micro_batch
+
+
 def train(case: str, folder: Path) -> None:
     """Train on this rank; writes its losses and logs."""
+    from tests.support.tiny_llama import VOCABULARY
     from tests.support.training import rows_of, trainer_of
 
     torch.set_num_threads(1)
@@ -90,6 +109,8 @@ def train(case: str, folder: Path) -> None:
     output = folder / f"output_{'killed' if case == 'resumed' else case}"
     trainer, recorder = trainer_of(output, rows_of(lengths), callbacks=[Fault(case, folder)], **options)
     if rank == FAULTY_RANK:
+        if case == "token":
+            trainer.data_collator = UnknownToken(VOCABULARY)
         if "nan" in case:
             _poison(trainer)
         if case == "whole":  # which the logs must tell

@@ -31,9 +31,18 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 _SECONDS_TO_START = 240.0  # for all ranks to import torch and the function, and to meet; a busy machine is slow
 _PRELOADED = ["torch", "transformers.trainer", "accelerate", "datasets", "hf_wlb.trainer", "hf_wlb.parallel.checkpoint"]
+_OF_ALL_RANKS = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "ACCELERATE_USE_CPU": "true",
+    "DS_ACCELERATOR": "cpu",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
 _SECONDS_TO_LEAVE = 10.0  # for a rank to end once its value is here; after that it is killed
 _SECONDS_TO_DUMP = 1.0  # for a hanging rank to write where it stands
 _SECONDS_TO_DIE = 1.0  # for a dead rank's pipe to end, once another has failed: perhaps for its death
@@ -139,18 +148,13 @@ def _start(rank: int, world_size: int, job: bytes, folder: Path, port: int, time
     context.set_forkserver_preload(_preloaded())
     ours, theirs = context.Pipe()
     environment = {
+        **_OF_ALL_RANKS,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-        "DS_ACCELERATOR": "cpu",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
     }
     stack_file = folder / f"stack_{rank}"
     # Not a daemon: daemons may start no processes, and a rank may have DataLoader workers.
@@ -160,7 +164,8 @@ def _start(rank: int, world_size: int, job: bytes, folder: Path, port: int, time
         name=f"rank {rank}",
         daemon=False,
     )
-    process.start()
+    with patch.dict(os.environ, _OF_ALL_RANKS):  # the first one starts the server, whose imports read some of these
+        process.start()
     theirs.close()  # so that a rank's death shows as the end of its pipe
     return _Rank(rank, process, ours, stack_file)
 
@@ -169,7 +174,7 @@ def _rank_main(
     pipe: Connection, job: bytes, environment: dict[str, str], meeting: str, stack_path: str, timeout_s: float
 ) -> None:
     os.setsid()  # a group of its own: the parent can end this rank's own children with it
-    os.environ.update(environment)  # before torch is imported
+    os.environ.update(environment)  # before this rank's own imports; the server's knew what is of all ranks
     with open(stack_path, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         try:

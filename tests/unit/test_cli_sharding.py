@@ -149,6 +149,12 @@ def test_times_are_told_in_milliseconds(tmp_path: Path) -> None:
         (["--lengths", "90,0"], "separated by commas; '0' is not"),
         (["--lengths", "90 12"], "separated by commas; '90 12' is not"),
         (["--lengths", " , "], "separated by commas; there are none"),
+        (
+            ["--lengths", "300,99999999999999999999"],  # more than int64 holds
+            "whole numbers from 1 to 1,099,511,627,776, separated by commas; '99999999999999999999' is not",
+        ),
+        (["--lengths", f"{2**63 - 1},{2**63 - 1}"], f"separated by commas; '{2**63 - 1}' is not"),  # their sum is -2
+        (["--lengths", "9" * 5000], "separated by commas; '999"),
         (["--lengths", "3"], "A micro-batch of 3 tokens cannot be shared by 4 context-parallel ranks"),
         (["--lengths", "300", "--cp", "0"], "cp_size must be a whole number of at least 1, got 0"),
         (
@@ -169,6 +175,18 @@ def test_errors_are_one_sentence(arguments, sentence) -> None:
     assert result.exit_code == 2
     assert sentence in result.stderr and "Traceback" not in result.output
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["shard", "stages"])
+def test_lengths_of_a_file_that_cannot_be_are_named(command, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("1000\n99999999999999999999\n")
+    model = [] if command == "shard" else ["--model", "550M", "--pp", "2"]
+    result = CliRunner().invoke(app, [command, "--lengths", str(path), *model])
+    assert result.exit_code == 2 and "Line 2 of lengths.txt is '99999999999999999999'" in result.stderr
+    assert "integers from 0 to 1,099,511,627,776, in tokens" in " ".join(result.stderr.split())
+    path.write_text("1000\n999\n")
+    assert CliRunner().invoke(app, [command, "--lengths", str(path), *model]).exit_code == 0
 
 
 def test_a_profile_without_collectives_says_so(tmp_path: Path) -> None:
@@ -199,6 +217,7 @@ def test_a_context_is_filled_with_whole_documents_but_for_the_last() -> None:
 def test_lengths_given_are_taken_in_their_order() -> None:
     source = read_micro_batch(" 90,12 , 8,", 5)
     assert source.lengths.tolist() == [90, 12, 8] and source.description == "3 documents of 110 tokens, as given"
+    assert read_micro_batch(f"007,{2**40}", 5).lengths.tolist() == [7, 2**40]  # the longest there can be
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 8])

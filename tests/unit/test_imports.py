@@ -24,7 +24,7 @@ ORDER = (
     ("attention", "loss"),
     ("parallel",),
     ("data",),
-    ("profiling", "compilation", "accounting", "training_args", "callbacks", "plots"),
+    ("profiling", "compilation", "accounting", "argument_names", "training_args", "callbacks", "plots"),
     ("analysis",),
     ("trainer",),
     ("cli",),

@@ -19,7 +19,7 @@ _PENALTY = 10.0
 _TRIES, _TRIED_DOCUMENTS = 16, 800  # swaps tried, fewer with more documents, whose deal is finer from the start
 _MINE, _OTHERS = 12, 48  # documents that are looked at in one try, of the rank that stands out and of the others
 _SHORT_SHARES = (0.2, 0.1, 0.3)  # of all tokens: what counts as short documents when they are to even tokens out
-_DOCUMENTS_FOR_A_START_LESS = 64  # many documents come out even from the first start, or from none
+_DOCUMENTS_FOR_A_START_LESS = 64  # where time counts more than the last percent
 EVEN = 1.005  # heaviest rank over the mean that needs no further attempt
 
 
@@ -48,8 +48,12 @@ class Dealt:
         return min(self.tokens) >= least and max(self.tokens) <= most
 
 
-def deal_evenly(costs: FloatArray, lengths: IntArray, cp_size: int, least: float, most: float) -> Dealt | None:
+def deal_evenly(
+    costs: FloatArray, lengths: IntArray, cp_size: int, least: float, most: float, thorough: bool = True
+) -> Dealt | None:
     """All documents, whole, to ranks of ``least`` to ``most`` tokens, as even in workload as is found; None if none is.
+
+    If not ``thorough``, many documents are dealt in two ways only, from which they mostly come out even or not at all.
 
     >>> dealt = deal_evenly(np.array([9.0, 4.0, 4.0, 1.0]), np.array([3, 2, 2, 1]), cp_size=2, least=3, most=5)
     >>> dealt.load, dealt.tokens
@@ -58,7 +62,8 @@ def deal_evenly(costs: FloatArray, lengths: IntArray, cp_size: int, least: float
     if lengths.max() > most:
         return None  # one document is too much for any rank
     best: Dealt | None = None
-    for owner in _starts(costs, lengths, cp_size, most):
+    fewer = 0 if thorough else len(lengths) // _DOCUMENTS_FOR_A_START_LESS
+    for owner in _starts(costs, lengths, cp_size, most, max(len(_SHORT_SHARES) - fewer, 1)):
         loads = np.bincount(owner, costs, cp_size).tolist()
         tokens = np.bincount(owner, lengths, cp_size).astype(np.int64).tolist()
         dealt = Dealt(owner, loads, tokens)
@@ -71,13 +76,13 @@ def deal_evenly(costs: FloatArray, lengths: IntArray, cp_size: int, least: float
     return best
 
 
-def _starts(costs: FloatArray, lengths: IntArray, cp_size: int, most: float) -> Iterator[IntArray]:
+def _starts(costs: FloatArray, lengths: IntArray, cp_size: int, most: float, others: int) -> Iterator[IntArray]:
     order = np.argsort(-lengths, kind="stable")
     dealt = longest_first(order.tolist(), costs.tolist(), lengths.tolist(), cp_size, most)
     if dealt is not None:
         yield dealt.owner
     shorter = np.cumsum(lengths[order][::-1])[::-1]  # tokens of a document and all shorter ones
-    for share in _SHORT_SHARES[: max(len(_SHORT_SHARES) - len(lengths) // _DOCUMENTS_FOR_A_START_LESS, 0)]:
+    for share in _SHORT_SHARES[:others]:
         long = min(max(int((shorter >= share * shorter[0]).sum()), 1), len(order) - 1)
         if long < 1:
             return
@@ -159,7 +164,7 @@ def exchange_documents(dealt: Dealt, costs: FloatArray, lengths: IntArray, least
     moves = np.arange(len(owner), len(owner) + cp_size)
 
     def deviation(loads: FloatArray, held: FloatArray) -> FloatArray:
-        outside = np.maximum(held - most, 0.0) + np.maximum(least - held, 0.0)
+        outside = held - np.clip(held, least, most)
         squares: FloatArray = (loads / mean - 1) ** 2 + _PENALTY * (outside / even) ** 2
         return squares
 

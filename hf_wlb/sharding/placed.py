@@ -22,6 +22,9 @@ from hf_wlb.sharding.strategies import chunk_edges, deal
 from hf_wlb.sharding.types import SHARDED, FloatArray, IntArray, ShardPlan
 
 _TOO_MUCH = 1.02  # of an even share of the workload
+_MUCH_TO_GAIN = (
+    1.02  # of the ideal time: what else is found takes so long that everything whole is looked for thoroughly
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,9 @@ class Placement:
         """
         lengths = self._costs.lengths
         if not count:
-            dealt = deal_evenly(self._whole, lengths, self._cp, self._bounds.least, self._bounds.most)
+            least, most = self._bounds.least, self._bounds.most
+            thorough = below > _MUCH_TO_GAIN * self._costs.ideal
+            dealt = deal_evenly(self._whole, lengths, self._cp, least, most, thorough)
             return None if dealt is None else self._whole_plan(dealt)
         poured = self._fill(count)
         if poured is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from statistics import median
@@ -79,36 +80,41 @@ def loss_differences(runs: Mapping[str, Any]) -> dict[str, float | None]:
         to the first run's (``grad_norm_difference_pipelines`` and ``..._others``): they say more, since the loss of
         random tokens hardly moves. Empty without pipelines.
     """
-    losses, pipelines = _losses(runs), _pipelines(runs)
-    first, others = next((name for name in losses if name not in pipelines), None), set(losses) - pipelines
-    if first is None or not pipelines:
+    first, pipelines = _reference(runs), _pipelines(runs)
+    if first is None:
         return {}
-    alike = {name for name in others - {first} if _step_tokens(runs[name]) == _step_tokens(runs[first])}
+    others = [name for name in runs if name not in pipelines]
 
     def furthest(names: Iterable[str], figure: str, relative: bool) -> float | None:
-        apart = [
-            abs(row[figure] - expected[figure]) / (expected[figure] if relative else 1.0)
-            for name in names
-            for row, expected in zip(runs[name].get("steps", []), runs[first]["steps"], strict=False)
-            if figure in row and figure in expected
-        ]
+        apart = []
+        for name in names:
+            for row, expected in _pairs(runs[name], runs[first]):
+                if figure in row and figure in expected:
+                    scale = (expected[figure] or 1.0) if relative else 1.0
+                    apart.append(abs(row[figure] - expected[figure]) / scale)
+        if not all(map(math.isfinite, apart)):
+            raise ValueError(f"A {figure} of {', '.join([*names, first])} is not finite, so they cannot be compared.")
         return round(max(apart), 6) if apart else None
 
     return {
         f"{figure}_difference_{which}": furthest(names, figure, relative)
         for figure, relative in (("loss", False), ("grad_norm", True))
-        for which, names in (("pipelines", pipelines), ("others", alike))
+        for which, names in (("pipelines", sorted(pipelines)), ("others", [name for name in others if name != first]))
     }
 
 
-def _step_tokens(run: Mapping[str, Any]) -> list[float]:
-    return [row.get("tokens_per_step", 0.0) for row in run["steps"]]
+def _reference(runs: Mapping[str, Any]) -> str | None:
+    """The first run without a pipeline whose steps are those of one with a pipeline."""
+    pipelines = _pipelines(runs)
+    others = (name for name in runs if name not in pipelines)
+    return next((name for name in others if any(_pairs(runs[pipe], runs[name]) for pipe in pipelines)), None)
 
 
-def _losses(runs: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Of every step, by run, in the order of the runs; those without are left out."""
-    found = {name: [row["loss"] for row in run.get("steps", []) if "loss" in row] for name, run in runs.items()}
-    return {name: losses for name, losses in found.items() if losses}
+def _pairs(run: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Steps of two runs beside each other, as many as both have; none if any holds other documents, or losses lack."""
+    pairs = list(zip(run.get("steps", []), other.get("steps", []), strict=False))
+    alike = all(a.get("tokens_per_step") == b.get("tokens_per_step") for a, b in pairs)
+    return pairs if alike and pairs and "loss" in pairs[0][0] and "loss" in pairs[0][1] else []
 
 
 def _pipelines(runs: Mapping[str, Any]) -> set[str]:
@@ -233,7 +239,7 @@ def _loss_sentences(runs: Mapping[str, Any]) -> list[str]:
     pipelines, others = (found.get(f"loss_difference_{which}") for which in ("pipelines", "others"))
     if pipelines is None:
         return []
-    first = next(name for name in _losses(runs) if name not in _pipelines(runs))
+    first = _reference(runs)
     more = "" if others is None else f", and that of another split, which adds up in another order, at most {others:g}"
     return [
         f"On the same documents the loss of a pipeline's step is at most {pipelines:g} off that of `{first}`{more}.",
@@ -250,8 +256,8 @@ def _left_out(runs: Mapping[str, Any]) -> str:
 
 def _other_steps_sentence(runs: Mapping[str, Any]) -> list[str]:
     """Which splits did not train the same steps as the first one."""
-    splits = [name for name, run in runs.items() if any("mfu" in row for row in run.get("steps", []))]
-    other = [f"`{name}`" for name in splits if _step_tokens(runs[name]) != _step_tokens(runs[splits[0]])]
+    splits = [name for name, run in runs.items() if run.get("steps") and "loss" in run["steps"][0]]
+    other = [f"`{name}`" for name in splits if not _pairs(runs[name], runs[splits[0]])]
     if not other:
         return []
     return [

@@ -304,6 +304,23 @@ def test_splits_that_train_other_steps_are_not_compared(modules) -> None:
     assert "`dp2` trained the same documents in other steps than `cp2`: replicas share" in table
 
 
+def test_what_cannot_be_compared_is_not(modules) -> None:
+    """Pipelines without another run of the same steps; of a run that failed, the steps that it has are."""
+    runs = two_gpus(modules)
+    runs["pp2"]["steps"] = runs["pp2"]["steps"][:2]
+    assert modules.trainer_report.loss_differences(runs)["loss_difference_pipelines"] == 0.002
+    table = modules.trainer_report.results_table(trainer_results(modules, runs))
+    assert "trained the same documents in other steps" not in table
+    for name in ("cp2", "tp2"):
+        runs[name]["steps"] = [{**row, "tokens_per_step": 1001} for row in runs[name]["steps"]]
+    assert modules.trainer_report.loss_differences(runs) == {}
+    assert "the loss of a pipeline's" not in modules.trainer_report.results_table(trainer_results(modules, runs))
+    runs = two_gpus(modules)
+    runs["pp2"]["steps"][2] = {**runs["pp2"]["steps"][2], "loss": float("nan")}
+    with pytest.raises(ValueError, match="A loss of pp2, cp2 is not finite"):
+        modules.trainer_report.loss_differences(runs)
+
+
 def test_gradient_norms_are_compared_too(modules) -> None:
     runs = two_gpus(modules)
     for name, norm in (("cp2", 2.0), ("pp2", 2.002), ("tp2", 1.999)):

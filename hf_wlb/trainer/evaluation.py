@@ -70,12 +70,20 @@ class PlannedEvaluation(TrainingLoss):
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
         """Also refuses what could not be evaluated on, before anything is trained."""
-        if args.eval_strategy != IntervalStrategy.NO or args.eval_on_start:
-            given = self.eval_dataset
-            for name, dataset in given.items() if isinstance(given, dict) else (("", given),):
-                if dataset is not None:
-                    _check_documents(dataset, f"the eval_dataset{name and f' {name!r}'}")
+        ours = type(self).get_eval_dataloader is PlannedEvaluation.get_eval_dataloader
+        if ours and (args.eval_strategy != IntervalStrategy.NO or args.eval_on_start):
+            self._check_eval_dataset()
         return cast(tuple[Any, ...], super().set_initial_training_values(args, dataloader))
+
+    def _check_eval_dataset(self) -> None:
+        given = self.eval_dataset
+        if isinstance(given, dict):
+            if not given:
+                raise ValueError(_NO_DOCUMENTS.format("the eval_dataset, an empty dict,"))
+            for name, dataset in given.items():
+                _check_documents([] if dataset is None else dataset, f"the eval_dataset {name!r}")
+        elif given is not None:
+            _check_documents(given, "the eval_dataset")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> WLBDataLoader:  # type: ignore[override]
         """Documents in their order, packed without looking at workloads, shared out over the ranks."""

@@ -80,25 +80,25 @@ def _advice(name: str, found: int) -> str:
     if name == "labels":
         return (
             f"Labels are token ids, or {IGNORE_INDEX} where nothing is to be learned; the model gets entries for "
-            "tokens that were added to its tokenizer by model.resize_token_embeddings(len(tokenizer))."
+            "tokens that were added to its tokenizer by model.resize_token_embeddings(len(tokenizer)), before the "
+            "trainer is made."
         )
     if found < 0:
         return "Token ids are not negative: documents are not padded, and masked are their labels."
     return (
         "Tokenise the documents with the model's own tokenizer, or, where tokens were added to it, give the model "
-        "entries for them: model.resize_token_embeddings(len(tokenizer))."
+        "entries for them before the trainer is made: model.resize_token_embeddings(len(tokenizer))."
     )
 
 
 def _entries_of(model: PreTrainedModel) -> dict[str, int | None]:
-    """Rows of the embedding and of the head, which may be padded, or what the configuration says, if that is more."""
-    configured = getattr(model.config.get_text_config(), "vocab_size", None) or 0
+    """Rows of the embedding and of the head, whatever the configuration says: they may be padded."""
     found: dict[str, int | None] = {}
     for name, find in (("input_ids", model.get_input_embeddings), ("labels", model.get_output_embeddings)):
         weight = None
         with contextlib.suppress(RuntimeError):  # where Transformers does not know which module it is
             weight = getattr(find(), "weight", None)
-        found[name] = max(int(weight.shape[0]), configured) if isinstance(weight, torch.Tensor) else None
+        found[name] = int(weight.shape[0]) if isinstance(weight, torch.Tensor) else None
     return found
 
 

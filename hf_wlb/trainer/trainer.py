@@ -363,7 +363,7 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
             self._rng_checkpoint = None
         if self._train_data is not None and samples[0]:
             self._window.add(self._train_data.step_metrics)
-            if samples[1] is not None:  # counted
+            if samples[1] is not None and self.compute_loss_func is None:  # counted, and what is learned from
                 self._targets.add(self._num_items, self.state.global_step + 1)
             if self._shard_window is not None:
                 self._shard_window.add([micro_batch["wlb_info"] for micro_batch in samples[0]])

@@ -132,6 +132,8 @@ def test_what_cannot_be_evaluated_on_is_refused_before_training(tmp_path: Path) 
     cases: list[tuple[Any, dict[str, Any], str]] = [
         ([], every_step, "the eval_dataset holds no documents"),
         ({"whole": rows_of(SECOND), "none": []}, every_step, "the eval_dataset 'none' holds no documents"),
+        ({"none": None, "whole": rows_of(SECOND)}, every_step, "the eval_dataset 'none' holds no documents"),
+        ({}, every_step, "the eval_dataset, an empty dict, holds no documents"),
         ([], {"eval_on_start": True}, "the eval_dataset holds no documents"),
         (stream, every_step, "documents with a length, one a row, got IterableDataset"),
     ]

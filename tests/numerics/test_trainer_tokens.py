@@ -90,10 +90,10 @@ def test_entries_that_came_later_count(tmp_path: Path) -> None:
     assert vocabulary.entries["input_ids"] == 160
 
 
-def test_the_configuration_counts_where_it_has_more() -> None:
+def test_rows_count_and_not_what_the_configuration_says() -> None:
     model = tiny_llama()
     model.config.vocab_size = 200
-    assert Vocabulary(model).entries == {"input_ids": 200, "labels": 200}
+    assert Vocabulary(model).entries == {"input_ids": VOCABULARY, "labels": VOCABULARY}
 
 
 def test_adapters_and_a_trainable_embedding(tmp_path: Path) -> None:
@@ -174,6 +174,15 @@ def test_steps_with_some_target_are_not_mentioned(tmp_path: Path, caplog: Any) -
         row["labels"][-1] = row["input_ids"][-1]
     train(tmp_path, rows, packer="next-fit", shuffle_documents=False)
     assert warnings_of(caplog) == []
+
+
+def test_a_loss_of_ones_own_may_learn_from_other_things(tmp_path: Path, caplog: Any) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return outputs.logits.square().mean()
+
+    trainer, recorder = trainer_of(tmp_path, masked(rows_of((16,) * 4), first=0), compute_loss_func=loss, max_steps=1)
+    trainer.train()
+    assert recorder.losses[0] > 0 and warnings_of(caplog) == []
 
 
 def test_only_one_process_says_so(caplog: Any) -> None:

@@ -22,9 +22,8 @@ from hf_wlb.sharding.strategies import chunk_edges, deal
 from hf_wlb.sharding.types import SHARDED, FloatArray, IntArray, ShardPlan
 
 _TOO_MUCH = 1.02  # of an even share of the workload
-_MUCH_TO_GAIN = (
-    1.02  # of the ideal time: what else is found takes so long that everything whole is looked for thoroughly
-)
+# If nothing else is faster than this many times the ideal time, everything whole is looked for thoroughly.
+_MUCH_TO_GAIN = 1.02
 
 
 @dataclass(frozen=True)

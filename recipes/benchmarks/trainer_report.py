@@ -149,11 +149,16 @@ def best_mfu(results: Mapping[str, Any]) -> tuple[str, float, str] | None:
 
 def trainer_overhead(results: Mapping[str, Any]) -> tuple[float, str] | None:
     """What the trainer adds to a bare loop, and where that was measured; None where it was not."""
-    for run in results["runs"].values():
-        extra = overhead(run, results["settings"]["warmups"])
-        if extra is not None:
-            return extra, where(run["machine"])
-    return None
+    run = _overhead_run(results)
+    extra = None if run is None else overhead(run, results["settings"]["warmups"])
+    return None if run is None or extra is None else (extra, where(run["machine"]))
+
+
+def _overhead_run(results: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The one that compares with a bare loop; None without."""
+    runs: Mapping[str, Mapping[str, Any]] = results["runs"]
+    warmups = results["settings"]["warmups"]
+    return next((run for run in runs.values() if overhead(run, warmups) is not None), None)
 
 
 def where(machine: Mapping[str, Any]) -> str:
@@ -218,15 +223,12 @@ def _markdown_row(name: str, run: Mapping[str, Any], warmups: int) -> str | None
 
 
 def _overhead_sentence(results: Mapping[str, Any]) -> str:
-    found = trainer_overhead(results)
-    if found is None:
+    run, found = _overhead_run(results), trainer_overhead(results)
+    if run is None or found is None:
         return "What `WLBTrainer` adds to a bare loop was not measured."
-    commits = {run.get("commit") for run in results["runs"].values() if overhead(run, 0) is not None}
-    earlier = "".join(f", commit {commit}" for commit in commits - {None, results["environment"]["commit"]})
-    tokens = {
-        word for run in results["runs"].values() for word in [run.get("options", {}).get("context_length")] if word
-    }
-    at = "".join(f", micro-batches of {int(word):,} tokens" for word in tokens)
+    tokens, commit = run.get("options", {}).get("context_length"), run.get("commit")
+    at = f", micro-batches of {int(tokens):,} tokens" if tokens else ""
+    earlier = f", commit {commit}" if commit not in (None, results["environment"]["commit"]) else ""
     return (
         f"On {found[1]} a step of `WLBTrainer` takes {abs(found[0]):.1%} {'longer' if found[0] >= 0 else 'less'} "
         f"than that of a bare loop over the same micro-batches, of a {results['settings']['model']} Llama{at}{earlier}."

@@ -94,6 +94,25 @@ def compile_decoder_layers(model: PreTrainedModel, args: CompileArguments, *, la
     return len(found)
 
 
+def function_compiler(args: CompileArguments) -> Callable[[Callable[..., Any], str], Callable[..., Any]] | None:
+    """What compiles functions between a model's layers, as ``args`` say and for tensors of any size.
+
+    Args:
+        args: See ``compile_decoder_layers``.
+
+    Returns:
+        Takes a function and what it is called in error messages; None without ``torch_compile``.
+
+    Raises:
+        ValueError, RuntimeError: See ``compile_decoder_layers``.
+    """
+    if not args.torch_compile:
+        return None
+    settings = _settings(args)
+    _check_machine(settings, args.device)
+    return lambda function, name: _compiled(function, name, settings)
+
+
 def no_whole_model_compilation() -> TorchDynamoPlugin:
     """What ``Accelerator`` must be given as ``dynamo_plugin``, so that it does not compile the whole model as well.
 

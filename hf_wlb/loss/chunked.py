@@ -15,11 +15,13 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from hf_wlb.loss.softmax import CompiledPieces, CompiledSoftmax, InPlaceSoftmax, Softmax
 from hf_wlb.sharding import IGNORE_INDEX
 
 # Logits that a chunk holds by default: enough rows for matrix products at full speed, 512 MiB in float32 on a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 24}
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 27
+_CHUNK_ELEMENTS_COMPILED = 1 << 28  # which never has them in float32
 
 
 class VocabularySlices(Protocol):
@@ -59,7 +61,11 @@ class LossFunction(Protocol):
 
 @dataclass(frozen=True)
 class _Call:
-    """What does not take part in autograd; ``wanted`` says which of hidden, weight and bias need a gradient."""
+    """What does not take part in autograd.
+
+    ``wanted`` says which of hidden, weight and bias need a gradient, ``slope_dtype`` the type in which compiled pieces
+    shall give that of the logits; None for the one it is computed in.
+    """
 
     softcap: float | None
     smoothing: float
@@ -67,7 +73,9 @@ class _Call:
     vocabulary: VocabularySlices | None
     first_row: int
     size: int
-    wanted: tuple[bool, bool, bool]
+    wanted: tuple[bool, ...]
+    pieces: CompiledPieces | None
+    slope_dtype: torch.dtype | None
 
 
 def linear_cross_entropy(
@@ -80,6 +88,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk_tokens: int | None = None,
     vocabulary: VocabularySlices | None = None,
+    pieces: CompiledPieces | None = None,
 ) -> torch.Tensor:
     """Sum of the token losses of ``cross_entropy(hidden @ weight.T + bias, labels)``, one chunk of tokens at a time.
 
@@ -93,10 +102,12 @@ def linear_cross_entropy(
         bias: [vocabulary], or this process's part.
         softcap: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
         label_smoothing: Share of each target that is spread evenly over the vocabulary.
-        chunk_tokens: Tokens whose logits exist at once; by default 16 million logits on a CPU, 128 million elsewhere.
+        chunk_tokens: Tokens whose logits exist at once; by default 16 million logits on a CPU, 128 million elsewhere,
+            256 million there with ``pieces``.
         vocabulary: Where the vocabulary is split over processes. All of them must call this together, with the same
             hidden states and labels; each gets the whole loss, the gradient of its own rows, and the gradient of the
             hidden states summed over all of them.
+        pieces: What lies between the matrix products, compiled; None to go one operation after the other.
 
     Returns:
         Scalar, float32 (float64 for float64 input); 0 where every label is -100.
@@ -118,27 +129,30 @@ def linear_cross_entropy(
     _check_shapes(hidden, weight, labels, bias)
     size = weight.shape[0] if vocabulary is None else vocabulary.size
     _check_labels(labels, size)
-    graph = torch.is_grad_enabled()
+    wanted = tuple(_wants_gradient(tensor) for tensor in (hidden, weight, bias))
     call = _Call(
         softcap=softcap,
         smoothing=label_smoothing,
-        chunk_tokens=_chunk_tokens(chunk_tokens, weight),
+        chunk_tokens=_chunk_tokens(chunk_tokens, weight, compiled=pieces is not None),
         vocabulary=vocabulary,
         first_row=0 if vocabulary is None else vocabulary.first_row,
         size=size,
-        wanted=(
-            graph and hidden.requires_grad,
-            graph and weight.requires_grad,
-            graph and bias is not None and bias.requires_grad,
-        ),
+        wanted=wanted,
+        pieces=pieces,
+        slope_dtype=hidden.dtype if hidden.is_cuda and not wanted[2] else None,  # as ``_Gradients.add`` takes it
     )
     loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, call)  # type: ignore[no-untyped-call]
     return loss
 
 
-def _chunk_tokens(asked: int | None, weight: torch.Tensor) -> int:
+def _wants_gradient(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _chunk_tokens(asked: int | None, weight: torch.Tensor, *, compiled: bool) -> int:
     if asked is None:
-        return max(1, _CHUNK_ELEMENTS.get(weight.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // weight.shape[0])
+        elsewhere = _CHUNK_ELEMENTS_COMPILED if compiled else _CHUNK_ELEMENTS_ELSEWHERE
+        return max(1, _CHUNK_ELEMENTS.get(weight.device.type, elsewhere) // weight.shape[0])
     if asked < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {asked}")
     return asked
@@ -219,47 +233,29 @@ def _chunks(tokens: int, most: int) -> Iterator[slice]:
 def _losses_and_slope(
     logits: torch.Tensor, labels: torch.Tensor, call: _Call, wide: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sum of a chunk's losses, and d(sum) / d(logits) in float32, where it is wanted.
-
-    One pass after the other over [tokens, vocabulary] in one buffer: logits -> logits - maximum -> exp -> gradient.
-    """
-    bent = None
-    if call.softcap is not None:
-        bent = logits.to(wide).div_(call.softcap).tanh_()
-        logits = bent * call.softcap
-    largest = logits.amax(-1, keepdim=True).to(wide)
-    if call.vocabulary is not None:
-        call.vocabulary.max_(largest)
-    scores = logits - largest  # in float32
-    del logits
-    token = torch.arange(len(labels), device=labels.device)
+    """The sum of a chunk's losses, and d(sum) / d(logits), where it is wanted."""
     counted = labels != IGNORE_INDEX
     row = labels - call.first_row
-    here = counted & (row >= 0) & (row < scores.shape[1])
-    row = row.clamp(0, scores.shape[1] - 1)
-    sums = [scores[token, row].masked_fill(~here, 0)]
-    if call.smoothing:
-        sums.append(scores.sum(-1))
-    powers = scores.exp_()
-    sums.append(powers.sum(-1))
+    here = counted & (row >= 0) & (row < logits.shape[1])
+    softmax: Softmax
+    if call.pieces is None:
+        softmax = InPlaceSoftmax(logits, call.softcap, call.smoothing, wide)
+    else:
+        softmax = CompiledSoftmax(call.pieces, logits, call.softcap, call.smoothing, wide, call.slope_dtype)
+    del logits
+    largest = softmax.largest()
     if call.vocabulary is not None:
-        stacked = torch.stack(sums)
-        call.vocabulary.sum_(stacked)
-        sums = list(stacked)
+        call.vocabulary.max_(largest)
+    row = row.clamp(0, softmax.words - 1)
+    sums = softmax.sums(largest, row, here)
+    if call.vocabulary is not None:
+        call.vocabulary.sum_(sums)
     target, total = sums[0], sums[-1]
     losses = total.log() - (1 - call.smoothing) * target
     if call.smoothing:
         losses = losses - call.smoothing / call.size * sums[1]
     loss = losses.masked_fill(~counted, 0).sum()
-    if not any(call.wanted):
-        return loss, None
-    slope = powers.mul_((counted / total)[:, None])
-    slope[token, row] -= here.to(wide) * (1 - call.smoothing)
-    if call.smoothing:
-        slope.sub_(counted.to(wide)[:, None], alpha=call.smoothing / call.size)
-    if bent is not None:
-        slope.mul_(bent.square_().neg_().add_(1))
-    return loss, slope
+    return loss, softmax.slope(total, counted, call.size) if any(call.wanted) else None
 
 
 @dataclass(frozen=True)
@@ -272,7 +268,7 @@ class _Gradients:
 
     @classmethod
     def empty(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, bool, bool]
+        cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, ...]
     ) -> _Gradients:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return cls(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import torch
 
 from hf_wlb.loss import liger
 from hf_wlb.loss.chunked import LossFunction, linear_cross_entropy
+from hf_wlb.loss.softmax import CompiledPieces, Compiler
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +18,12 @@ FUSED_LOSSES = ("auto", "chunked", "liger", "off")
 
 
 def choose_fused_loss(
-    name: str, device_type: str, dtype: torch.dtype, *, split_vocabulary: bool = False
+    name: str,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    split_vocabulary: bool = False,
+    compiler: Compiler | None = None,
 ) -> LossFunction | None:
     """The function for what is asked; what was chosen is logged.
 
@@ -26,6 +33,7 @@ def choose_fused_loss(
         device_type: Of the device that trains.
         dtype: Of the matrix products: the weights', or autocast's.
         split_vocabulary: Whether tensor parallelism splits the head.
+        compiler: Compiles what ours does between its matrix products, see ``function_compiler``; Liger's is compiled.
 
     Returns:
         None for ``"off"``.
@@ -44,7 +52,7 @@ def choose_fused_loss(
     if name == "off":
         return None
     if name == "chunked":
-        return linear_cross_entropy
+        return _chunked(compiler)
     reason = liger.refusal(device_type, dtype, split_vocabulary) or liger.missing()
     if reason is None:
         logger.info("fused loss 'liger' for %s on %s", dtype, device_type)
@@ -54,4 +62,10 @@ def choose_fused_loss(
             f"fused_loss='liger' was asked for, but it {reason}. Set fused_loss='chunked' or leave it at 'auto'."
         )
     logger.info("fused loss 'chunked' for %s on %s; liger %s", dtype, device_type, reason)
-    return linear_cross_entropy
+    return _chunked(compiler)
+
+
+def _chunked(compiler: Compiler | None) -> LossFunction:
+    if compiler is None:
+        return linear_cross_entropy
+    return functools.partial(linear_cross_entropy, pieces=CompiledPieces(compiler))

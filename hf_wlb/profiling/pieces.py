@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_wlb.attention import AttentionContext, ShardTensors, register
 from hf_wlb.attention.registration import IMPLEMENTATION
-from hf_wlb.compilation import CompileDefaults, compile_decoder_layers
+from hf_wlb.compilation import CompileDefaults, compile_decoder_layers, function_compiler
 from hf_wlb.data import WLBDataCollator
 from hf_wlb.loss import HeadLoss, choose_fused_loss
 from hf_wlb.loss.head import plain_head
@@ -165,7 +165,10 @@ class ModelPieces:
         head = None if fused_loss == "off" else plain_head(model)
         name = next((name for name, parameter in model.named_parameters() if head and parameter is head.weight), "")
         split = name in shards
-        function = choose_fused_loss(fused_loss, self.device.type, self.dtype, split_vocabulary=split)
+        compiler = function_compiler(CompileDefaults(self.device, torch_compile=self.compiled))
+        function = choose_fused_loss(
+            fused_loss, self.device.type, self.dtype, split_vocabulary=split, compiler=compiler
+        )
         if function is None:
             return None
         vocabulary = VocabularyGroup(self.mesh.tp_group, sum(shards[name].blocks)) if split else None

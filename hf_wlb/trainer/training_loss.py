@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel, Trainer
 
+from hf_wlb.compilation import function_compiler
 from hf_wlb.loss import HeadLoss, check_head_loss, choose_fused_loss, plain_head
 from hf_wlb.parallel import ParallelMesh, ParameterLayout, VocabularyGroup
 from hf_wlb.training_args import WLBTrainingArguments
@@ -46,7 +47,9 @@ class TrainingLoss(Trainer):
         name = next(name for name, parameter in model.named_parameters() if parameter is head.weight)
         splits = name in self.layout.tensor_shards
         dtype = args.compute_dtype or head.weight.dtype
-        function = choose_fused_loss(args.fused_loss, args.device.type, dtype, split_vocabulary=splits)
+        function = choose_fused_loss(
+            args.fused_loss, args.device.type, dtype, split_vocabulary=splits, compiler=function_compiler(args)
+        )
         assert function is not None
         rows = sum(self.layout.tensor_shards[name].blocks) if splits else 0
         vocabulary = VocabularyGroup(self.mesh.tp_group, rows) if splits else None

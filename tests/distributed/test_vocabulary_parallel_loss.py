@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_wlb.loss import HeadLoss, linear_cross_entropy
 from hf_wlb.parallel.vocabulary import VocabularyGroup
-from tests.numerics.test_loss_chunked import Case, expected_of, inputs_of, worst
+from tests.numerics.test_loss_chunked import UNCOMPILED, Case, expected_of, inputs_of, worst
 from tests.numerics.test_loss_chunked import loss_and_gradients as loss_and_gradients_of
 from tests.numerics.test_loss_head import error, loss_and_gradients, micro_batch, model_of
 from tests.support.oracle import gradients_of
@@ -52,7 +52,9 @@ def split_vocabulary(rank: int, world_size: int) -> dict[str, float]:
                 given[part] = given[part].detach().chunk(world_size)[rank].requires_grad_()
         vocabulary = (_Alone if name == "control" else VocabularyGroup)(None, case.vocabulary)
         options |= {"chunk_tokens": case.chunk, "vocabulary": vocabulary}
-        found[name] = worst(loss_and_gradients_of(linear_cross_entropy, given, **options), expected)
+        for pieces in (None, UNCOMPILED):
+            loss = loss_and_gradients_of(linear_cross_entropy, given, pieces=pieces, **options)
+            found[name if pieces is None else f"{name}, pieces"] = worst(loss, expected)
     return found
 
 
@@ -129,10 +131,10 @@ def everything(rank: int, world_size: int) -> tuple[Any, ...]:
 
 def test_the_loss_on_two_ranks() -> None:
     for vocabulary, head, wrappers, sentences in run_distributed(everything, 2, timeout_s=400):
-        control, far = vocabulary.pop("control"), vocabulary.pop("far logits")
-        assert max(vocabulary.values()) <= LOSS_FLOAT32, vocabulary
-        assert far <= 10 * LOSS_FLOAT32  # float32 logits of a thousand
-        assert control > NEGATIVE_CONTROL_FACTOR * LOSS_FLOAT32
+        for pieces in ("", ", pieces"):
+            assert vocabulary.pop(f"far logits{pieces}") <= 10 * LOSS_FLOAT32  # float32 logits of a thousand
+            assert vocabulary.pop(f"control{pieces}") > NEGATIVE_CONTROL_FACTOR * LOSS_FLOAT32
+        assert len(vocabulary) == 2 * len(CASES) and max(vocabulary.values()) <= LOSS_FLOAT32, vocabulary
         assert head <= HEAD_LOSS_FLOAT32
         assert len(wrappers) == 3 and max(wrappers.values()) <= HEAD_LOSS_FLOAT32, wrappers
         assert "a vocabulary of 31 rows cannot be split over 2 ranks" in sentences[0]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_wlb.compilation import CompileDefaults, function_compiler
 from hf_wlb.loss import HeadLoss, choose_fused_loss, liger, linear_cross_entropy
 from tests.numerics.test_loss_chunked import loss_and_gradients as loss_and_gradients_of
 from tests.numerics.test_loss_chunked import whole_logits, worst
@@ -15,10 +16,15 @@ from tests.support.tolerances import GPU_TRAINER, LOSS_BFLOAT16, LOSS_FLOAT32
 TOKENS, WIDTH, WORDS = 2048, 256, 20_000
 
 
+FUNCTIONS = ["chunked", "chunked, compiled", "liger"]
+
+
 def function_of(name: str, dtype: torch.dtype) -> Any:
     if name == "liger" and liger.missing() is not None:
         pytest.skip(f"liger-kernel {liger.missing()}")
-    return choose_fused_loss(name, "cuda", dtype)
+    name, _, compiled = name.partition(", ")
+    compiler = function_compiler(CompileDefaults(torch.device("cuda"), torch_compile=bool(compiled)))
+    return choose_fused_loss(name, "cuda", dtype, compiler=compiler)
 
 
 def inputs(dtype: torch.dtype) -> dict[str, Any]:
@@ -34,19 +40,19 @@ def inputs(dtype: torch.dtype) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "label_smoothing": 0.1}], ids=["plain", "softcap, smoothing"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["chunked", "liger"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_equals_whole_logits(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     function, given = function_of(name, dtype), inputs(dtype)
     double = {n: t.detach().double().requires_grad_() if n != "labels" else t for n, t in given.items()}
     expected = loss_and_gradients_of(whole_logits, double, **options)
     tolerance = LOSS_BFLOAT16 if dtype == torch.bfloat16 else 10 * LOSS_FLOAT32
     assert worst(loss_and_gradients_of(function, given, **options), expected) <= tolerance
-    if name == "chunked":
+    if name != "liger":
         found = loss_and_gradients_of(function, given, **options, chunk_tokens=300)
         assert worst(found, expected) <= tolerance
 
 
-@pytest.mark.parametrize("name", ["chunked", "liger"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_float32_weights_under_autocast(name: str) -> None:
     function, given = function_of(name, torch.bfloat16), inputs(torch.float32)
     rounded = {n: t.detach().bfloat16().double().requires_grad_() if n != "labels" else t for n, t in given.items()}
@@ -56,10 +62,10 @@ def test_float32_weights_under_autocast(name: str) -> None:
     assert worst(found, loss_and_gradients_of(whole_logits, rounded)) <= LOSS_BFLOAT16
 
 
-@pytest.mark.parametrize("name", ["chunked", "liger"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_memory_stays_below_whole_logits(name: str) -> None:
     function, given = function_of(name, torch.bfloat16), inputs(torch.bfloat16)
-    options = {"chunk_tokens": 256} if name == "chunked" else {}
+    options = {"chunk_tokens": 256} if name != "liger" else {}
     function(**given, **options)  # compiles
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -75,7 +81,7 @@ def test_labels_are_checked_without_waiting_for_the_gpu() -> None:
     assert linear_cross_entropy(**given).isfinite()
 
 
-@pytest.mark.parametrize("name", ["chunked", "liger"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_models_loss_and_gradients(name: str) -> None:
     function = function_of(name, torch.float32)
     model = tiny_llama().cuda()

@@ -10,7 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_wlb.compilation import CompileDefaults, function_compiler
 from hf_wlb.loss import choose_fused_loss, liger, liger_cross_entropy, linear_cross_entropy
+from hf_wlb.loss.softmax import CompiledPieces
 from tests.support.oracle import relative_error
 from tests.support.tolerances import LOSS_BFLOAT16, LOSS_FLOAT32, LOSS_FLOAT64, NEGATIVE_CONTROL_FACTOR
 
@@ -38,6 +40,8 @@ CASES = {
     "all together": Case(bias=True, softcap=1.5, smoothing=0.3),
 }
 WIDTH = 6
+#: What would be compiled, as it is: the same operations, sooner.
+UNCOMPILED = CompiledPieces(lambda function, name: function)
 
 
 def inputs_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -78,13 +82,14 @@ def worst(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max(relative_error(f, e) for f, e in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("pieces", [None, UNCOMPILED], ids=["in place", "pieces"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_whole_logits(name: str, dtype: torch.dtype) -> None:
+def test_equals_whole_logits(name: str, dtype: torch.dtype, pieces: CompiledPieces | None) -> None:
     case = CASES[name]
     given = inputs_of(case, dtype)
     options = {"softcap": case.softcap, "label_smoothing": case.smoothing}
-    found = loss_and_gradients(linear_cross_entropy, given, chunk_tokens=case.chunk, **options)
+    found = loss_and_gradients(linear_cross_entropy, given, chunk_tokens=case.chunk, pieces=pieces, **options)
     assert [tensor.dtype for tensor in found] == [dtype] * (4 if case.bias else 3)
     tolerance = LOSS_FLOAT32 if dtype == torch.float32 else LOSS_FLOAT64
     assert worst(found, expected_of(given, **options)) <= tolerance
@@ -107,12 +112,28 @@ def test_the_comparison_notices(wrong: str) -> None:
     assert worst(found, expected) > NEGATIVE_CONTROL_FACTOR * LOSS_FLOAT32
 
 
-def test_far_logits_neither_overflow_nor_vanish() -> None:
+@pytest.mark.parametrize("pieces", [None, UNCOMPILED], ids=["in place", "pieces"])
+def test_far_logits_neither_overflow_nor_vanish(pieces: CompiledPieces | None) -> None:
     given = inputs_of(Case())
     given["hidden"] = (given["hidden"].detach() * 300).requires_grad_()
-    found = loss_and_gradients(linear_cross_entropy, given, chunk_tokens=4)
+    found = loss_and_gradients(linear_cross_entropy, given, chunk_tokens=4, pieces=pieces)
     assert all(tensor.isfinite().all() for tensor in found)
     assert worst(found, expected_of(given)) <= 10 * LOSS_FLOAT32  # float32 logits of a thousand
+
+
+def test_compiled_between_the_products() -> None:
+    """By the compiler of this machine; other numbers of tokens compile nothing anew."""
+    compiler = function_compiler(CompileDefaults(torch.device("cpu")))
+    assert compiler is not None and function_compiler(CompileDefaults(torch.device("cpu"), torch_compile=False)) is None
+    compiled = choose_fused_loss("chunked", "cpu", torch.float32, compiler=compiler)
+    torch._dynamo.utils.counters.clear()
+    for tokens in (13, 40, 7):
+        case = Case(tokens=tokens, softcap=1.5, smoothing=0.3)
+        given, options = inputs_of(case), {"softcap": 1.5, "label_smoothing": 0.3}
+        found = loss_and_gradients(compiled, given, chunk_tokens=5, **options)
+        assert worst(found, expected_of(given, **options)) <= LOSS_FLOAT32
+        assert worst(found, expected_of(given, softcap=1.5)) > NEGATIVE_CONTROL_FACTOR * LOSS_FLOAT32
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
@@ -249,6 +270,9 @@ def test_the_choice_by_name() -> None:
     assert choose_fused_loss("off", "cuda", torch.bfloat16) is None
     assert choose_fused_loss("auto", "cpu", torch.float32) is linear_cross_entropy
     assert choose_fused_loss("auto", "cuda", torch.bfloat16, split_vocabulary=True) is linear_cross_entropy
+    named = list[str]()
+    choose_fused_loss("chunked", "cuda", torch.bfloat16, compiler=lambda function, name: named.append(name) or function)
+    assert named == ["the loss's softmax", "the loss's gradient"]
     with pytest.raises(ValueError, match=r"fused_loss must be one of auto, chunked, liger, off, got 'fast'"):
         choose_fused_loss("fast", "cpu", torch.float32)
 

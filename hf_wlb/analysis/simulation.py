@@ -15,7 +15,7 @@ from hf_wlb.lengths import IntArray
 from hf_wlb.simulator.assumptions import DEFAULT_ROOM, explanation, least_gain, sensitivity, summary, swaps
 from hf_wlb.simulator.cluster import ASSUMED, CLUSTERS
 from hf_wlb.simulator.comparison import FIGURES
-from hf_wlb.simulator.measured import read_measured
+from hf_wlb.simulator.measured import MeasuredLaunch, read_measured
 from hf_wlb.simulator.paper import (
     CONFIGURATIONS,
     FIGURE_12,
@@ -42,9 +42,11 @@ from hf_wlb.simulator.reproduction import (
     table_2,
 )
 from hf_wlb.simulator.validation import check_launch, step_model
+from hf_wlb.workload import ProfiledWorkload
 
 SCHEMA = "hf_wlb.simulated_paper/1"
 FILE = "simulated_paper.json"
+_COMMITTED = Path(__file__).resolve().parents[2] / "recipes/benchmarks/results"
 """What the results are called in their folder."""
 FLAT_LIMIT = 32 * 1024
 """Where documents of the built-in sampler are cut to have a mix with a lighter tail."""
@@ -248,7 +250,7 @@ def prediction_error(files: Sequence[Path]) -> float | None:
         OSError, ValueError: If a file cannot be read, or its steps cannot be predicted.
     """
     errors = [
-        check_launch(launch, step_model(launch)).worst_error
+        check_launch(launch, step_model(launch, profile=committed_profile(launch))).worst_error
         for file in files
         for launch in read_measured(file.read_text(encoding="utf-8"))
     ]
@@ -257,7 +259,22 @@ def prediction_error(files: Sequence[Path]) -> float | None:
 
 def committed_results() -> list[Path]:
     """Results files of the end-to-end benchmark that lie in this repository; none where only the package is."""
-    return sorted((Path(__file__).resolve().parents[2] / "recipes/benchmarks/results").glob("end_to_end*.json*"))
+    return sorted(_COMMITTED.glob("end_to_end*.json*"))
+
+
+def committed_profile(launch: MeasuredLaunch) -> ProfiledWorkload | None:
+    """The profile in this repository of a launch's model, attention kernel and kind of layers, if there is one.
+
+    It was not measured in the launch, so what it predicts of it is a prediction.
+
+    Args:
+        launch: As it was measured.
+    """
+    file = _COMMITTED / f"profile_{launch.model}_{launch.kernel}.json"
+    if launch.split.tp_size > 1 or not file.is_file():
+        return None
+    profile = ProfiledWorkload.load(file)
+    return profile if profile.compiled == launch.compiled else None
 
 
 def flat_lengths(data: str | None, seed: int) -> LengthSource:

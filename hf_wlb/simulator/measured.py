@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from hf_wlb.packing import Document, MicroBatch, StepPlan
 from hf_wlb.simulator.paper import shape_of
+from hf_wlb.simulator.schedules import ScheduleConfig, stage_orders
 from hf_wlb.simulator.split import Split
 from hf_wlb.simulator.systems import System
+from hf_wlb.simulator.timeline import OpTimes, run_schedule
 from hf_wlb.staging import StageLayout
 from hf_wlb.workload import WorkloadModel, load_workload
 
@@ -37,11 +39,41 @@ class MeasuredStep:
         plan: Its documents, replica by replica and micro-batch by micro-batch, as they were run.
         seconds: From all ranks' common beginning to the end of the slowest one, optimizer included.
         modelled: Its time by the cost model that it was planned by, in that model's unit.
+        spans: Seconds that every forward and backward of every stage took, in the order of the pipeline's schedule, on
+            the slowest rank of each, ``[stages][2 x micro-batches]``; empty without a pipeline.
     """
 
     plan: StepPlan
     seconds: float
     modelled: float
+    spans: tuple[tuple[float, ...], ...] = ()
+
+    def composed(self, sends: Sequence[float]) -> float:
+        """Seconds from the first forward to the last backward, put together of ``spans`` by the 1F1B schedule.
+
+        What it differs by from ``seconds`` is what the simulator's schedule does not know of a pipeline.
+
+        Args:
+            sends: Seconds that every micro-batch's hidden states, or their gradients, take to the next stage.
+
+        Raises:
+            ValueError: If there are no spans, or not as many as the schedule has.
+
+        >>> row = {"step": 0, "seconds": 6.1, "predicted": 0.0, "micro_batch_lengths": [[[5]]]}
+        >>> spans = [[0.0, 1.0, 4.0, 6.0], [1.0, 2.0, 2.0, 4.0]]  # begin and end of forward and backward
+        >>> _step({**row, "spans": spans}, [0, 1]).composed(sends=[0.0])
+        6.0
+        """
+        if not self.spans:
+            raise ValueError(f"Step {self.plan.step} has no spans: it had no pipeline, or several replicas.")
+        micro_batches = len(self.plan.replicas[0])
+        shape = len(self.spans), micro_batches, 1
+        forward, backward = np.zeros(shape), np.zeros(shape)
+        for stage, order in enumerate(stage_orders(ScheduleConfig(), len(self.spans), micro_batches)):
+            for op, seconds in zip(order, self.spans[stage], strict=True):
+                (forward if op.forward else backward)[stage, op.micro_batch] = seconds
+        times = OpTimes(forward, backward, np.reshape(sends, shape[1:]))
+        return run_schedule(ScheduleConfig(), len(self.spans), times).seconds
 
 
 @dataclass(frozen=True)
@@ -95,6 +127,7 @@ class MeasuredLaunch:
         name: When it began, as its lines say.
         kernel: Of attention, as ``AttentionKernel.name`` has it; several of them joined by commas.
         device: What the driver calls the GPUs; None where the line does not say.
+        model: Name of its preset.
         config: The model's shape, with the attributes of a Transformers config.
         split: Over which GPUs it ran.
         layout: Layers of every stage; None without a pipeline.
@@ -108,6 +141,7 @@ class MeasuredLaunch:
     name: str
     kernel: str
     device: str | None
+    model: str
     config: Any
     split: Split
     layout: StageLayout | None
@@ -133,13 +167,15 @@ class MeasuredLaunch:
         shape, pp_size = shape_of(settings["model"]), settings["pp_size"]
         shape.num_hidden_layers = settings["layers"] or shape.num_hidden_layers
         layers = about["stage_layers"]
+        layout = StageLayout.from_sizes(layers, shape.num_hidden_layers, pp_size) if pp_size > 1 else None
         return cls(
             name=name,
             kernel=about["kernel"],
             device=about.get("device"),
+            model=settings["model"],
             config=shape,
             split=Split(settings["tp_size"], settings["cp_size"], pp_size, about["replicas"]),
-            layout=StageLayout.from_sizes(layers, shape.num_hidden_layers, pp_size) if pp_size > 1 else None,
+            layout=layout,
             gradient_checkpointing=settings["recompute"],
             compiled=settings["compiled"],
             context_length=settings["context_length"],
@@ -147,7 +183,7 @@ class MeasuredLaunch:
             variants=tuple(
                 MeasuredVariant(
                     System(variant, stream["packer"], stream["sharding"]),
-                    tuple(_step(rows[variant]) for rows in rounds),
+                    tuple(_step(rows[variant], about.get("stage_of_rank", ()) if layout else ()) for rows in rounds),
                     stream["pass_tokens"],
                     stream["pass_predicted"],
                 )
@@ -209,8 +245,8 @@ def resampled(rounds: int) -> NDArray[np.int64]:
     return np.concatenate([np.arange(rounds)[None], drawn])
 
 
-def _step(row: Line) -> MeasuredStep:
-    """Documents in their order of layout, and times."""
+def _step(row: Line, stage_of_rank: Sequence[int]) -> MeasuredStep:
+    """Documents in their order of layout, and times; of several replicas no spans, of which each has its own."""
     step = row["step"]
     replicas = tuple(
         tuple(
@@ -219,4 +255,14 @@ def _step(row: Line) -> MeasuredStep:
         )
         for micro_batches in row["micro_batch_lengths"]
     )
-    return MeasuredStep(StepPlan(step, replicas), row["seconds"], row["predicted"])
+    spans = _slowest(row["spans"], stage_of_rank) if "spans" in row and len(replicas) == 1 else ()
+    return MeasuredStep(StepPlan(step, replicas), row["seconds"], row["predicted"], spans)
+
+
+def _slowest(spans: Sequence[Sequence[float]], stage_of_rank: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    """Lengths of every rank's spans (begin, end, begin, ...), the longest of a stage's ranks."""
+    found: list[tuple[float, ...]] = []
+    for stage in range(max(stage_of_rank, default=-1) + 1):
+        rows = [np.diff(row)[::2] for row, own in zip(spans, stage_of_rank, strict=True) if own == stage]
+        found.append(tuple(np.max(rows, axis=0).tolist()))
+    return tuple(found)

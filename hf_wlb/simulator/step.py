@@ -133,6 +133,18 @@ class StepSimulator:
             timelines = [self._run(own) for own in times]
         return self._result(plan, replicas, timelines)
 
+    def sends(self, plan: StepPlan) -> list[list[float]]:
+        """Seconds that every micro-batch's hidden states take from a stage to the next one.
+
+        Args:
+            plan: Of all replicas.
+
+        Returns:
+            ``[replicas][micro-batches]``, in the plan's order; under Seq1F1B of all pieces together.
+        """
+        replicas = [self._pricing.replica(replica) for replica in plan.replicas]
+        return [replica.times.send.sum(axis=1).tolist() for replica in replicas]
+
     def _run(self, times: OpTimes) -> Timeline:
         return run_schedule(self._schedule, self._model.split.pp_size, times)
 

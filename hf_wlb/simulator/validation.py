@@ -37,6 +37,8 @@ class VariantCheck:
         measured_speed: Tokens per second of the whole stream, see ``MeasuredVariant.stream_speed``.
         predicted_speed: The same.
         interval: 95% interval of the measured speed; None where there are too few steps.
+        composed: Seconds of a step put together of the measured spans of its forwards and backwards, the mean; None
+            where there are none. Against ``measured`` it shows the error of the schedule alone.
     """
 
     name: str
@@ -46,6 +48,7 @@ class VariantCheck:
     measured_speed: float
     predicted_speed: float
     interval: tuple[float, float] | None
+    composed: float | None = None
 
     @property
     def error(self) -> float:
@@ -196,4 +199,11 @@ def _check_variant(variant: MeasuredVariant, launch: MeasuredLaunch, model: Step
         measured_speed=variant.stream_speed(measured),
         predicted_speed=variant.stream_speed(predicted),
         interval=variant.speed_interval,
+        composed=_composed(variant, simulator),
     )
+
+
+def _composed(variant: MeasuredVariant, simulator: StepSimulator) -> float | None:
+    if not all(step.spans for step in variant.steps):
+        return None
+    return float(np.mean([step.composed(simulator.sends(step.plan)[0]) for step in variant.steps]))

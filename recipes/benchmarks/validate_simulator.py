@@ -23,7 +23,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from hf_wlb.analysis.simulation import committed_results
+from hf_wlb.analysis.simulation import committed_profile, committed_results
 from hf_wlb.simulator.cluster import CLUSTERS
 from hf_wlb.simulator.layer_validation import (
     LayerCheck,
@@ -38,6 +38,7 @@ from hf_wlb.workload import ProfiledWorkload
 
 FOLDER = Path(__file__).resolve().parent / "results"
 LAYERS = FOLDER / "context_parallel.json"
+HEADINGS = ("variant", "steps", "measured s", "predicted s", "error", "of its spans", "stream tokens/s", "predicted")
 NOTHING = (
     "No end-to-end results are committed yet (recipes/benchmarks/results/end_to_end*.json*), so no step is compared: "
     "recipes/benchmarks/end_to_end.py measures them."
@@ -52,7 +53,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--cluster", choices=list(CLUSTERS), help="default: the preset with the launch's kernel")
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="measured costs of steps (default: those a launch went by, if any)"
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="measured costs of steps (default: results/profile_MODEL_KERNEL.json, or those a launch went by)",
     )
     parser.add_argument("--write-profile", type=Path, metavar="FILE", help="only write a profile of measured attention")
     parser.add_argument("--kv_heads", type=int, default=32, help="of that profile (default 32)")
@@ -69,7 +73,9 @@ def check_file(file: Path, cluster: str | None = None, profile: Path | None = No
     preset = None if cluster is None else CLUSTERS[cluster]
     measured = None if profile is None else ProfiledWorkload.load(profile)
     launches = read_measured(file.read_text(encoding="utf-8"))
-    return [check_launch(launch, step_model(launch, preset, measured)) for launch in launches]
+    return [
+        check_launch(launch, step_model(launch, preset, measured or committed_profile(launch))) for launch in launches
+    ]
 
 
 def check_measured_layers() -> dict[str, list[LayerCheck]]:
@@ -83,10 +89,20 @@ def check_measured_layers() -> dict[str, list[LayerCheck]]:
 
 
 def steps_table(checks: Iterable[LaunchCheck]) -> Table:
-    """Measured and predicted step times."""
+    """Measured and predicted step times, and how far steps put together of their own measured spans are off."""
     table = Table(box=SIMPLE)
     table.add_column("launch")
-    for heading in ("variant", "steps", "measured s", "predicted s", "error", "stream tokens/s", "predicted"):
+    headings = (
+        "variant",
+        "steps",
+        "measured s",
+        "predicted s",
+        "error",
+        "of its spans",
+        "stream tokens/s",
+        "predicted",
+    )
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
     for check in checks:
         for variant in check.variants:
@@ -97,6 +113,7 @@ def steps_table(checks: Iterable[LaunchCheck]) -> Table:
                 f"{variant.measured:.3f}",
                 f"{variant.predicted:.3f}",
                 f"{variant.error:+.1%}",
+                "" if variant.composed is None else f"{variant.composed / variant.measured - 1:+.1%}",
                 f"{variant.measured_speed:,.0f}",
                 f"{variant.predicted_speed:,.0f}",
             )

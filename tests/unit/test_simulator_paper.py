@@ -355,7 +355,8 @@ def test_the_prediction_error_is_the_largest_of_all_launches(monkeypatch, tmp_pa
         for error in (0.02, -0.07)
     }
     monkeypatch.setattr(simulation, "read_measured", lambda text: json.loads(text))
-    monkeypatch.setattr(simulation, "step_model", lambda launch: None)
+    monkeypatch.setattr(simulation, "committed_profile", lambda launch: None)
+    monkeypatch.setattr(simulation, "step_model", lambda launch, profile: None)
     monkeypatch.setattr(simulation, "check_launch", lambda launch, model: checks[launch])
     for name, errors in (("a", [0.02]), ("b", [0.02, -0.07])):
         (tmp_path / name).write_text(json.dumps(errors))

@@ -134,6 +134,41 @@ def timed(lines: list[dict[str, Any]], factor: Callable[[str], float] = lambda n
     return read_measured(text_of(changed))[0]
 
 
+def with_spans(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the simulator's own forwards and backwards on the slower of two ranks, and faster ones on the other."""
+    (launch,) = read_measured(text_of(lines))
+    found = [{**lines[0], "stage_of_rank": [0, 0, 1, 1]}]
+    for line in lines[1:]:
+        variant = next(own for own in launch.variants if own.system.name == line["variant"])
+        sharder = sharder_of(variant.system.sharding, 2, launch.workload)
+        if line["round"] >= 0:
+            result = simulate_step(variant.steps[line["round"]].plan, step_model(launch), sharder)
+            stages = [[at for span in row for at in (span.begin, span.end)] for row in result.timelines[0].spans]
+            spans = [[at * factor for at in row] for row in stages for factor in (1.0, 0.9)]
+            line = {**line, "seconds": result.pipeline_seconds, "spans": spans}
+        found.append(line)
+    return found
+
+
+def test_steps_are_put_together_of_their_spans(lines) -> None:
+    """Exactly, where the spans are the simulator's; those of exchanged stages come out otherwise."""
+    given = with_spans(lines)
+    (launch,) = read_measured(text_of(given))
+    check = check_launch(launch, step_model(launch))
+    for variant in check.variants:
+        assert variant.composed == pytest.approx(variant.measured, rel=1e-9)
+    (launch,) = read_measured(text_of([{**given[0], "stage_of_rank": [1, 1, 0, 0]}, *given[1:]]))
+    wrong = check_launch(launch, step_model(launch))
+    assert all(abs(variant.composed / variant.measured - 1) > 0.005 for variant in wrong.variants)
+
+
+def test_steps_without_spans_are_not_put_together(lines) -> None:
+    (launch,) = read_measured(text_of(lines))
+    assert [variant.composed for variant in check_launch(launch, step_model(launch)).variants] == [None] * len(NAMES)
+    with pytest.raises(ValueError, match=r"Step \d+ has no spans: it had no pipeline, or several replicas"):
+        launch.variants[0].steps[0].composed([0.0] * 4)
+
+
 def test_a_launch_is_read_as_it_was_run(modules, lines) -> None:
     (launch,) = read_measured(text_of(lines) + '{"broken')
     assert (launch.split.label, launch.split.gpus) == ("TP1 CP2 PP2 DP1", 4)

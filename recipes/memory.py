@@ -1,154 +1,128 @@
 """How much memory a split takes on every GPU, by the formula of docs/launching.md: a guide, not a measurement.
 
     python recipes/memory.py --model ./my-model --context_length 65536 --processes 8 --cp_size 4 --fsdp
+    python recipes/memory.py --model 7B --context_length 131072 --processes 32 --pp_size 4 --cp_size 2
 
-The model is a preset, or a folder or name with a config.json of a Llama-like decoder without experts.
+The model is a preset, or a folder or name with a config.json of a Llama-like decoder, with experts or without.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from hf_wlb.simulator.memory import (
-    STATE_BYTES,
-    MemoryUse,
-    activation_bytes,
-    exchanged_bytes,
-    layer_token_bytes,
-    working_weight_bytes,
-)
+from hf_wlb.simulator.cluster import CLUSTERS
+from hf_wlb.simulator.costs import StepModel
+from hf_wlb.simulator.counts import ModelShape
+from hf_wlb.simulator.memory import MemoryUse, stage_memory
+from hf_wlb.simulator.split import Split
+from hf_wlb.staging import StageLayout
 
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama-like decoder.
-
-    Attributes:
-        hidden: Width of the residual stream.
-        ffn: Width of the gated feed-forward layer.
-        queries: Query heads times head size.
-        keys: KV heads times head size.
-        layers: Decoder layers.
-        vocabulary: Entries.
-        tied: Whether the head shares the weights of the embedding.
-    """
-
-    hidden: int
-    ffn: int
-    queries: int
-    keys: int
-    layers: int
-    vocabulary: int
-    tied: bool = False
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one decoder layer."""
-        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.ffn)
-
-    @property
-    def vocabulary_parameters(self) -> int:
-        """Weights of the embedding and the head."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def parameters(self) -> int:
-        """All weights, norms aside."""
-        return self.layers * self.layer_parameters + self.vocabulary_parameters
-
-    @classmethod
-    def from_config(cls, config: Any) -> Shape:
-        """Read it off a Transformers configuration."""
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(
-            hidden=config.hidden_size,
-            ffn=config.intermediate_size,
-            queries=head * config.num_attention_heads,
-            keys=head * config.num_key_value_heads,
-            layers=config.num_hidden_layers,
-            vocabulary=config.vocab_size,
-            tied=config.tie_word_embeddings,
-        )
+#: What a GPU holds, by the attribute of ``MemoryUse``.
+PARTS = {
+    "states": "weights, gradients, AdamW",
+    "gathered": "gathered weights and gradients",
+    "activations": "activations",
+    "exchange": "exchanged keys and values",
+    "overhead": "CUDA, NCCL, gaps",
+}
 
 
 def estimate(
-    shape: Shape,
+    config: Any,
+    split: Split,
     *,
     context_length: int,
-    cp_size: int = 1,
-    tp_size: int = 1,
-    shards: int = 1,
     recomputation: bool = True,
     capacity: float = 1.25,
-) -> dict[str, float]:
-    """Gigabytes (10^9 bytes) on one GPU, in parts.
+    stage_layers: Sequence[int] | None = None,
+) -> list[MemoryUse]:
+    """What a GPU of every pipeline stage holds.
+
+    A stage keeps the activations of as many micro-batches as there are stages from it to the last: one of them as large
+    as they come, the others average.
 
     Args:
-        shape: Of the model.
+        config: The model's, as Transformers has it.
+        split: Over which GPUs.
         context_length: Tokens of a micro-batch on average.
-        cp_size: GPUs that share a micro-batch.
-        tp_size: GPUs that share every matrix.
-        shards: GPUs that share a copy of the parameters: ``dp_shard_size * cp_size`` with FSDP, else 1.
         recomputation: Whether ``gradient_checkpointing`` is on.
         capacity: S_max over ``context_length``.
+        stage_layers: Layers of every stage; None has stages cost alike.
+
+    Raises:
+        ValueError: If the model cannot be split so.
     """
-    longest = capacity * context_length
-    own = longest / cp_size
-    kept = [layer_token_bytes(shape.hidden, shape.ffn, shape.keys, tp_size)] * shape.layers
-    use = MemoryUse(
-        states=STATE_BYTES * shape.parameters / (shards * tp_size),
-        gathered=working_weight_bytes(
-            shape.layer_parameters + shape.vocabulary_parameters, tp_size, sharded=shards > 1
-        ),
-        activations=activation_bytes(shape.hidden, kept, own, own, recomputation=recomputation),
-        exchange=0.0 if cp_size == 1 else exchanged_bytes(shape.keys, tp_size, longest),
+    layers = len(ModelShape.of(config).layers)
+    layout = None if stage_layers is None else StageLayout.from_sizes(stage_layers, layers, split.pp_size)
+    model = StepModel.of(
+        config,
+        split,
+        CLUSTERS["h100"],
+        context_length=context_length,
+        gradient_checkpointing=recomputation,
+        layout=layout,
     )
-    parts = {
-        "weights, gradients, AdamW": use.states,
-        "gathered weights and gradients": use.gathered,
-        "activations": use.activations,
-        "exchanged keys and values": use.exchange,
-        "CUDA, NCCL, gaps": use.overhead,
-    }
-    return {name: size / 1e9 for name, size in parts.items()}
+    average = context_length / split.cp_size
+    largest = capacity * average
+    in_flight = [split.pp_size - stage for stage in range(split.pp_size)]
+    return [
+        stage_memory(model, stage, largest + (count - 1) * average, largest) for stage, count in enumerate(in_flight)
+    ]
+
+
+def table(uses: Sequence[MemoryUse]) -> str:
+    """Gigabytes (10^9 bytes) in parts and together, a column for every stage."""
+    rows = {name: [getattr(use, part) for use in uses] for part, name in PARTS.items()}
+    rows["together"] = [use.total for use in uses]
+    lines = [f"{name:32}{''.join(f'{size / 1e9:9.1f}' for size in sizes)} GB" for name, sizes in rows.items()]
+    heading = f"{'':32}{''.join(f'  stage {stage}' for stage in range(len(uses)))}"
+    return "\n".join(lines if len(uses) == 1 else [heading, *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the parts and their sum."""
+    """Prints the parts and their sum, for every stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="A preset, a folder or a name.")
     parser.add_argument("--context_length", type=int, required=True, help="Tokens of a micro-batch on average.")
     parser.add_argument("--processes", type=int, default=8, help="GPUs.")
+    parser.add_argument("--pp_size", type=int, default=1, help="Pipeline stages.")
+    parser.add_argument("--pp_stage_layers", type=int, nargs="+", help="Layers of every stage; default: alike in cost.")
     parser.add_argument("--cp_size", type=int, default=1, help="GPUs that share a micro-batch.")
     parser.add_argument("--tp_size", type=int, default=1, help="GPUs that share every matrix.")
     parser.add_argument("--dp_replicate_size", type=int, default=1, help="With --fsdp: copies of the parameters.")
     parser.add_argument("--fsdp", action="store_true", help="Share parameters out.")
     parser.add_argument("--no_recomputation", action="store_true", help="Without gradient_checkpointing.")
     args = parser.parse_args(argv)
-    inner = args.cp_size * args.tp_size * (args.dp_replicate_size if args.fsdp else 1)
-    if args.processes % inner:
+    copies = args.dp_replicate_size if args.fsdp else 1
+    sizes = {"pp_size": args.pp_size, "cp_size": args.cp_size, "tp_size": args.tp_size, "dp_replicate_size": copies}
+    wrong = [f"--{name} {size}" for name, size in sizes.items() if size < 1]
+    if wrong:
+        parser.error(f"sizes are at least 1, got {', '.join(wrong)}")
+    inner = args.pp_size * args.cp_size * args.tp_size * copies
+    if args.processes < 1 or args.processes % inner:
         parser.error(f"the sizes make {inner}, which does not divide {args.processes} processes")
-    found = estimate(
-        _shape_of(args.model),
-        context_length=args.context_length,
-        cp_size=args.cp_size,
-        tp_size=args.tp_size,
-        shards=args.processes // inner * args.cp_size if args.fsdp else 1,
-        recomputation=not args.no_recomputation,
-    )
-    for name, size in {**found, "together": sum(found.values())}.items():
-        print(f"{name:32}{size:8.1f} GB")
+    try:
+        split = Split(args.tp_size, args.cp_size, args.pp_size, args.processes // inner, args.fsdp)
+        uses = estimate(
+            _config_of(args.model),
+            split,
+            context_length=args.context_length,
+            recomputation=not args.no_recomputation,
+            stage_layers=args.pp_stage_layers,
+        )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(table(uses))
 
 
-def _shape_of(model: str) -> Shape:
+def _config_of(model: str) -> Any:
     from transformers import AutoConfig
 
     from hf_wlb.presets import MODEL_PRESETS, preset_config
 
-    return Shape.from_config(preset_config(model) if model in MODEL_PRESETS else AutoConfig.from_pretrained(model))
+    return preset_config(model) if model in MODEL_PRESETS else AutoConfig.from_pretrained(model)
 
 
 if __name__ == "__main__":

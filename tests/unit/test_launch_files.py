@@ -5,10 +5,12 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from hf_wlb.simulator.split import Split
 from tests.support.recipes import load_recipe
 from tests.support.source_tree import REPOSITORY, python_files
 
@@ -24,11 +26,27 @@ FILES = {
 #: What WLBTrainer would refuse, or take over: sizes come from the script's arguments.
 NOT_OURS = {"parallelism_config", "fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config"}
 SHAPES = {
-    "1B": (2048, 8192, 2048, 512, 16, 128256, True),
-    "8B": (4096, 14336, 4096, 1024, 32, 128256),
-    "32B": (5120, 25600, 8192, 1024, 64, 151936),
-    "70B": (8192, 28672, 8192, 1024, 80, 128256),
+    "1B": (2048, 8192, 32, 8, 64, 16, 128256, True),
+    "8B": (4096, 14336, 32, 8, 128, 32, 128256, False),
+    "32B": (5120, 25600, 64, 8, 128, 64, 151936, False),
+    "70B": (8192, 28672, 64, 8, 128, 80, 128256, False),
 }
+
+
+def config_of(name: str) -> SimpleNamespace:
+    """A Llama's of one of these shapes."""
+    hidden, ffn, heads, kv_heads, head, layers, vocabulary, tied = SHAPES[name]
+    return SimpleNamespace(
+        model_type="llama",
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+    )
 
 
 def test_launch_files_hold_processes_and_precision_only() -> None:
@@ -122,24 +140,49 @@ def test_the_guides_table_is_what_the_formula_gives(row: tuple[str, ...]) -> Non
     memory = load_recipe("memory")
     model, context, gpus, split, recomputation, expected = row
     sizes = {name: int(size) for name, size in re.findall(r"--(cp_size|tp_size) (\d+)", split)}
-    found = memory.estimate(
-        memory.Shape(*SHAPES[model]),
-        context_length=int(context) * 1024,
-        shards=int(gpus) // sizes.get("tp_size", 1) if "--fsdp" in split else 1,
-        recomputation=recomputation == "yes",
-        **sizes,
+    inner = sizes.get("tp_size", 1) * sizes.get("cp_size", 1)
+    assert int(gpus) % inner == 0
+    whole = Split(**sizes, dp_size=int(gpus) // inner, fsdp="--fsdp" in split)
+    (use,) = memory.estimate(
+        config_of(model), whole, context_length=int(context) * 1024, recomputation=recomputation == "yes"
     )
-    assert int(gpus) % (sizes.get("tp_size", 1) * sizes.get("cp_size", 1)) == 0
-    assert round(sum(found.values())) == int(expected) <= 74
+    assert round(use.total / 1e9) == int(expected) <= 74
 
 
 def test_the_formula_by_hand() -> None:
     """Llama 3 8B, 8 GPUs, 64K over 4 of them."""
     memory = load_recipe("memory")
-    shape = memory.Shape(*SHAPES["8B"])
-    assert shape.layer_parameters == 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
-    found = memory.estimate(shape, context_length=65536, cp_size=4, shards=8)
-    assert found["weights, gradients, AdamW"] == pytest.approx(16 * 8.03 / 8, rel=1e-3)
-    assert found["activations"] == pytest.approx(20480 * (2 * 4096 * 32 + 200_704) / 1e9)
-    assert found["exchanged keys and values"] == pytest.approx(12 * 1024 * 81920 / 1e9)
-    assert memory.estimate(shape, context_length=65536)["exchanged keys and values"] == 0
+    (use,) = memory.estimate(config_of("8B"), Split(cp_size=4, dp_size=2, fsdp=True), context_length=65536)
+    assert use.states == pytest.approx(16 * 8.03e9 / 8, rel=1e-3)
+    assert use.activations == pytest.approx(20480 * (2 * 4096 * 32 + 200_704))
+    assert use.exchange == pytest.approx(12 * 1024 * 81920)
+    (alone,) = memory.estimate(config_of("8B"), Split(), context_length=65536)
+    assert alone.exchange == 0
+
+
+def test_stages_by_hand() -> None:
+    """The first of two holds a large and an average micro-batch, and more layers where it is told so."""
+    memory = load_recipe("memory")
+    first, last = memory.estimate(config_of("8B"), Split(pp_size=2), context_length=65536, stage_layers=[20, 12])
+    kept, working = 2 * 4096, 81920 * 200_704
+    assert first.activations == pytest.approx((81920 + 65536) * kept * 20 + working)
+    assert last.activations == pytest.approx(81920 * kept * 12 + working)
+    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    assert first.states == pytest.approx(16 * (20 * layer + 4096 * 128256))
+
+
+def test_the_command_shows_every_stage(capsys) -> None:
+    memory = load_recipe("memory")
+    memory.main(["--model", "7B", "--context_length", "131072", "--processes", "8", "--pp_size", "4", "--cp_size", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["stage", "0", "stage", "1", "stage", "2", "stage", "3"]
+    sums = [float(word) for word in lines[-1].split()[1:-1]]
+    assert len(sums) == 4 and sums == sorted(sums, reverse=True) and lines[-1].endswith(" GB")
+    for words, sentence in (
+        (["--processes", "6", "--pp_size", "4"], "the sizes make 4, which does not divide 6 processes"),
+        (["--pp_size", "0"], "sizes are at least 1, got --pp_size 0"),
+        (["--pp_size", "2", "--pp_stage_layers", "20", "20"], "adds up to 40 layers"),
+    ):
+        with pytest.raises(SystemExit):
+            memory.main(["--model", "7B", "--context_length", "65536", *words])
+        assert sentence in " ".join(capsys.readouterr().err.split())

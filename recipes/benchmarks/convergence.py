@@ -1,17 +1,29 @@
 """Convergence benchmark: does a model learn as well from balanced micro-batches whose long documents wait?
 
-    python recipes/benchmarks/convergence.py --gpus 2 --runs_per_gpu 3       # five runs at once, about 3 minutes
-    python recipes/benchmarks/convergence.py --only sequential steady        # some of the runs
-    python recipes/benchmarks/convergence.py --quick --use-cpu               # tiny, a minute on 2 cores
-    python recipes/benchmarks/convergence.py --show                          # table and RESULT of the results
-    python recipes/benchmarks/convergence.py --write-readme                  # renews docs/results.md and the picture
+    python recipes/benchmarks/convergence.py --prepare                  # only tokenises the documents; no GPU
+    python recipes/benchmarks/convergence.py --only base                # the weights that all runs start from
+    python recipes/benchmarks/convergence.py --runs_per_gpu 5 --checkpoints 8         # what is not there yet
+    python recipes/benchmarks/convergence.py --base_steps 0 --learning_rate 1e-3      # from scratch instead
+    python recipes/benchmarks/convergence.py --only sequential steady   # some of the runs
+    python recipes/benchmarks/convergence.py --quick --use-cpu          # tiny, a minute or two on 2 cores
+    python recipes/benchmarks/convergence.py --show                     # table and RESULT of the results
+    python recipes/benchmarks/convergence.py --write-readme             # renews docs/results.md and the picture
 
-A small Llama is trained for one pass over the Python sources of this machine, whole files as documents: packed as they
-come (sequential), by Algorithm 1 with its outlier queues (wlb) and by the default packer (steady), from the same
-weights and over the same documents in the same order; then twice more sequentially from other weights, to show what
-difference means nothing. Every run is a process on one GPU and leaves a file in ``--folder``; a call that finds it
-there does not repeat the run, so that after Ctrl-C (exit code 130) the same command goes on. The last line printed is
-``RESULT`` and JSON.
+A small Llama is trained on the Python sources of this machine, whole files as documents. First a base, from scratch:
+many small steps of short documents, until the model copies from its context. That is learnt rather suddenly, at a
+moment that chance decides, and runs that end in the middle of it are percents apart for no other reason. All runs start
+from the base's weights with optimizers of their own, as long-context training goes on from a model that is there, and
+make one pass over other documents, which neither the base saw nor are held out: packed as they come (sequential), by
+Algorithm 1 with its outlier queues (wlb) and by the default packer (steady), in the same random order; then twice more
+sequentially in other orders of the same documents, to show what difference means nothing. Without a base
+(``--base_steps 0``) runs start from random weights, and the further two from others than the first three, in the same
+order. Copying is measured as well (copy loss): the loss on a random string that is repeated, against that on the string
+itself.
+
+The base is a process on one GPU, alone, and then every run is one. They leave a file in ``--folder``; a call that finds
+it there does not repeat them, so that after Ctrl-C (exit code 130) or SIGTERM (143) the same command goes on, with
+``--checkpoints`` in the middle of a run. The base goes with its documents and what its own settings are: runs of other
+lengths or learning rates can start from it. The last line printed is ``RESULT`` and JSON (not with ``--prepare``).
 """
 
 from __future__ import annotations
@@ -20,57 +32,58 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import convergence_report as show
 from convergence_cases import (
+    BASE,
+    FROM_SCRATCH,
     QUICK,
     RUNS,
     SCHEMA,
     Job,
-    Run,
     Settings,
     chosen_runs,
-    prepare_documents,
     read_json,
-    text_folders,
+    runs_of,
     write_json,
 )
+from convergence_documents import chosen_documents, prepare_documents, text_folders
+from convergence_processes import Terminated, run_all, sigterm_interrupts
 from readme_table import REPOSITORY, RESULTS_PAGE
 
 from hf_wlb.analysis.environment import environment
 from hf_wlb.data.stdlib_documents import source_file_documents
 
-HERE = Path(__file__).resolve().parent
-RUN = HERE / "convergence_run.py"
-RESULTS = HERE / "results" / "convergence.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "convergence.json"
 FOLDER = REPOSITORY / "runs" / "convergence"
-POLL_S = 0.2
-SHOWN_OF_LOG = 3_000  # characters, where a run fails
-PATIENCE_S = 10.0  # for a run that is told to end; then it is killed
 HIDDEN = {"--text": "FOLDER", "--folder": "FOLDER", "--documents": "FOLDER", "--output": "FILE"}
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], metavar="RUN", help="; ".join(run.name for run in RUNS))
+    names = dict.fromkeys(run.name for run in (BASE, *RUNS, *FROM_SCRATCH))
+    parser.add_argument("--only", nargs="*", default=[], metavar="RUN", help="; ".join(names))
     parser.add_argument("--gpus", type=int, default=1, help="GPUs to use (default 1)")
     parser.add_argument("--runs_per_gpu", type=int, default=1, help="runs at once on each of them (default 1)")
     parser.add_argument("--text", nargs="*", metavar="FOLDER", help="with source files; default: of this Python")
     for entry in fields(Settings):
-        kind = {"int": int, "float": float, "str": str}[str(entry.type)]
+        kind: Any = {"bool": _flag, "int": int, "float": float, "str": str}[str(entry.type)]
         parser.add_argument(f"--{entry.name}", type=kind, help=f"default {entry.default}; see Settings")
     parser.add_argument("--folder", type=Path, help="for what runs leave (default: runs/convergence; --quick: none)")
     parser.add_argument("--documents", type=Path, metavar="FOLDER", help="for tokens (default: FOLDER/documents)")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"results (default: {RESULTS.name}; --quick: none)")
+    parser.add_argument("--prepare", action="store_true", help="only tokenise the documents")
+    parser.add_argument(
+        "--checkpoints", type=int, default=0, metavar="N", help="of every run, to go on from (default 0)"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps")
     parser.add_argument("--use-cpu", action="store_true", help="on the CPU, without any figures to be quoted")
     parser.add_argument("--commit", default="", help="that is measured, for the results")
@@ -79,17 +92,36 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(given)
     if min(options.gpus, options.runs_per_gpu) < 1:
         parser.error("--gpus and --runs_per_gpu must be at least 1")
+    if options.checkpoints < 0:
+        parser.error("--checkpoints must not be negative")
+    if options.prepare and options.quick and not (options.folder or options.documents):
+        parser.error("--prepare --quick needs --folder or --documents: what it makes would be lost")
     return options
 
 
+def _flag(word: str) -> bool:
+    """True or False, in words.
+
+    >>> _flag("true"), _flag("0")
+    (True, False)
+    """
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if word.lower() not in known:
+        raise argparse.ArgumentTypeError(f"must be true or false, got {word!r}")
+    return known[word.lower()]
+
+
 def settings_of(options: argparse.Namespace) -> Settings:
-    """What is given, else the defaults.
+    """What is given, else the defaults; on the CPU layers are not compiled unless that is given.
 
     Raises:
         ValueError: For sizes that cannot be.
     """
     given = {entry.name: getattr(options, entry.name) for entry in fields(Settings)}
-    return replace(QUICK if options.quick else Settings(), **{k: v for k, v in given.items() if v is not None})
+    default = QUICK if options.quick else Settings()
+    if options.use_cpu:
+        default = replace(default, compiled=False)
+    return replace(default, **{name: value for name, value in given.items() if value is not None})
 
 
 def shown_words(words: Sequence[str]) -> list[str]:
@@ -111,164 +143,147 @@ def shown_words(words: Sequence[str]) -> list[str]:
 
 
 def documents(options: argparse.Namespace, settings: Settings, folder: Path) -> dict[str, Any]:
-    """What is known of the documents; they are tokenised unless an earlier call did so.
+    """What is known of the documents, see ``chosen_documents``; they are tokenised unless an earlier call did so.
 
     Raises:
         ValueError, OSError: If those of the earlier call are others, or there is too little text.
     """
     known = folder / "documents.json"
     if known.is_file():
-        return read_json(known, settings)
-    start = time.perf_counter()
-    texts = source_file_documents(text_folders() if options.text is None else options.text)
-    read = time.perf_counter()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    about = prepare_documents(texts, settings, folder, None if cores < 4 or options.quick else min(24, cores))
-    print(
-        f"{len(texts):,} files read in {read - start:.0f} s, {about['tokens']:,} tokens made in "
-        f"{time.perf_counter() - read:.0f} s: {about['steps']:,} steps.",
-        flush=True,
-    )
+        pool = read_json(known, settings)
+    else:
+        start = time.perf_counter()
+        texts = source_file_documents(text_folders() if options.text is None else options.text)
+        read = time.perf_counter()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        pool = prepare_documents(texts, settings, folder, None if cores < 4 or options.quick else min(24, cores))
+        print(
+            f"{len(texts):,} files read in {read - start:.0f} s, {pool['documents']:,} of them tokenised in "
+            f"{time.perf_counter() - read:.0f} s: {pool['tokens']:,} tokens.",
+            flush=True,
+        )
+    about = chosen_documents(folder, pool, settings)
     if about["steps"] < settings.steps:
-        print(f"There is too little text for one pass of {settings.steps:,} steps: all there is is used.", flush=True)
+        print(
+            f"There is text for {about['steps']:,} steps instead of {settings.steps:,}: all of it is used.", flush=True
+        )
     return about
 
 
-@dataclass
-class Started:
-    """A run that is going on: its process, its log, its place and since when."""
-
-    run: Run
-    process: subprocess.Popen[bytes]
-    log: TextIO
-    gpu: int
-    since: float
-
-
-def start(job: Job, gpu: int) -> Started:
-    """Starts a run on a GPU."""
-    log = (Path(job.folder) / f"{job.run.file_name}.log").open("w", encoding="utf-8")
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = devices.split(",") if devices else [str(number) for number in range(gpu + 1)]
-    if gpu >= len(names):
-        raise ValueError(f"GPU {gpu} was asked for, but CUDA_VISIBLE_DEVICES={devices} names {len(names)}.")
-    variables = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "" if job.use_cpu else names[gpu],
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1" if job.use_cpu else "4"),
-    }
-    command = [sys.executable, str(RUN), str(job.save())]
-    process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
-    return Started(job.run, process, log, gpu, time.perf_counter())
+def summary(run: dict[str, Any]) -> str:
+    """What is said of a run that is finished."""
+    steps = len(run["loss"])
+    first, again = run["copying"][-1][2:]
+    return (
+        f": {steps:,} steps, {run['seconds']:.0f} s in them and evaluations ({1000 * run['seconds'] / steps:.0f} ms a "
+        f"step), held-out loss {show.held_out_loss(run):.4f}, copy loss {again:.2f} (of the string itself {first:.2f})"
+    )
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Waits for a process that was told to end; kills it if it does not."""
-    try:
-        process.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def run_all(jobs: Sequence[Job], places: Sequence[int], finished: Any) -> list[str]:
-    """Runs all jobs, one at a place at once, and calls ``finished`` after each that succeeds.
+class Results:
+    """What runs came to so far, written after each of them.
 
     Args:
-        jobs: In the order in which they are started.
-        places: The GPU of every place.
-        finished: Takes nothing.
-
-    Returns:
-        The names of the runs that failed.
+        job: Of any run: what all runs have in common.
+        output: The file.
+        environment: For the file.
     """
-    waiting, free, running, failed = list(jobs), list(places), list[Started](), list[str]()
-    try:
-        while waiting or running:
-            while waiting and free:
-                running.append(start(waiting.pop(0), free.pop(0)))
-            time.sleep(POLL_S)
-            for one in [one for one in running if one.process.poll() is not None]:
-                running.remove(one)
-                free.append(one.gpu)
-                one.log.close()
-                seconds = time.perf_counter() - one.since
-                if one.process.returncode == 0:
-                    print(f"{one.run.name}: finished after {seconds:.0f} s", flush=True)
-                    finished()
-                else:
-                    failed.append(one.run.name)
-                    log = Path(one.log.name).read_text(encoding="utf-8", errors="replace")
-                    print(f"{one.run.name} failed after {seconds:.0f} s:\n{log[-SHOWN_OF_LOG:]}", file=sys.stderr)
-    finally:
-        for one in running:
-            one.process.terminate()
-        for one in running:
-            end(one.process)
-            one.log.close()
-    return failed
+
+    def __init__(self, job: Job, output: Path, environment: dict[str, Any]) -> None:
+        self.job = job
+        self.output = output
+        self.results: dict[str, Any] = {
+            "schema": SCHEMA,
+            "columns": show.COLUMNS,
+            "environment": environment,
+            "settings": asdict(job.settings),
+            "documents": job.about,
+            "base": None,
+        }
+        self.gather()
+
+    @property
+    def base(self) -> str | None:
+        """Of its weights; None as long as there is none."""
+        found = self.results["base"]
+        return None if found is None else str(found["weights"])
+
+    def gather(self, finished: Job | None = None) -> str:
+        """Reads what is there, and writes the results; returns what is said of the run that is just finished.
+
+        Raises:
+            ValueError: If a file is of other settings, documents or another base.
+        """
+        settings = self.job.settings
+        jobs = {run.name: replace(self.job, run=run) for run in (BASE, *runs_of(settings))}
+        base = jobs.pop(BASE.name)
+        if settings.base_steps and base.results.is_file():
+            if not (base.output / "config.json").is_file():
+                raise ValueError(f"{base.results} is there, but not its weights in {base.output}: remove it.")
+            found = read_json(base.results, settings, base.fingerprint)
+            self.results["base"] = {**show.without_repetition(found), "settings": found["settings"]}
+        self.results["runs"] = {
+            name: show.without_repetition(read_json(job.results, settings, job.fingerprint, self.base))
+            for name, job in jobs.items()
+            if job.results.is_file()
+        }
+        self.results["result"] = show.result(self.results)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.output, self.results, show.json_text)
+        if finished is None:
+            return ""
+        return summary(self.results["base"] if finished.run.is_base else self.results["runs"][finished.run.name])
 
 
-def benchmark(options: argparse.Namespace, temporary: Path) -> tuple[dict[str, Any], list[str]]:
-    """All runs that are not there yet; what they come to is written after each of them.
+def benchmark(options: argparse.Namespace, temporary: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The base and all runs that are not there yet.
 
     Returns:
-        The results, and the names of the runs that failed.
+        The results, None where documents are prepared only, and the names of the runs that failed.
 
     Raises:
         ValueError, OSError: For what the user can mend.
     """
-    settings, runs = settings_of(options), chosen_runs(options.only)
+    settings = settings_of(options)
+    runs = chosen_runs(options.only, settings)
     folder = (options.folder or (temporary if options.quick else FOLDER)).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    output = options.output or (folder / RESULTS.name if options.quick else RESULTS)
     places = (options.documents or folder / "documents").resolve()
+    places.mkdir(parents=True, exist_ok=True)
     about = documents(options, settings, places)
+    if options.prepare:
+        return None, []
+    folder.mkdir(parents=True, exist_ok=True)
     command = ["python", "recipes/benchmarks/convergence.py", *shown_words(sys.argv[1:])]
     found = environment(shlex.join(command), settings.seed)
-    results: dict[str, Any] = {
-        "schema": SCHEMA,
-        "columns": show.COLUMNS,
-        "environment": {**found, "commit": options.commit or found["commit"]},
-        "settings": asdict(settings),
-        "documents": {name: value for name, value in about.items() if name not in ("schema", "settings")},
-    }
-
-    def gather() -> None:
-        there = {run.name: folder / f"{run.file_name}.json" for run in RUNS}
-        results["runs"] = {
-            name: show.without_repetition(read_json(file, settings, about["fingerprint"]))
-            for name, file in there.items()
-            if file.is_file()
-        }
-        results["result"] = show.result(results)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, results, show.json_text)
-
-    gather()
-    for name in results["runs"]:
+    output = options.output or (folder / RESULTS.name if options.quick else RESULTS)
+    job = Job(settings, BASE, about, str(places), str(folder), options.use_cpu, options.checkpoints)
+    gathered = Results(job, output, {**found, "commit": options.commit or found["commit"]})
+    results, failed = gathered.results, list[str]()
+    for name in [*([BASE.name] if results["base"] else []), *results["runs"]]:
         print(f"{name}: was finished before", flush=True)
-    jobs = [
-        Job(settings, run, about, str(places), str(folder), options.use_cpu)
-        for run in runs
-        if run.name not in results["runs"]
-    ]
-    failed = run_all(jobs, [*range(options.gpus)] * options.runs_per_gpu, gather)
+    if settings.base_steps and results["base"] is None:
+        failed = run_all([job], [0], gathered.gather)
+    if not failed:
+        missing = [run for run in runs if run.name not in results["runs"]]
+        jobs = [replace(job, run=run, base=gathered.base) for run in missing]
+        failed = run_all(jobs, [*range(options.gpus)] * options.runs_per_gpu, gathered.gather)
     if show.is_complete(results):
         show.draw(results, output.with_suffix(".png"))
     return results, failed
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 1 if a run failed, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Runs the benchmark; 1 if a run failed, 2 for what the user can mend, 130 after Ctrl-C, 143 after SIGTERM."""
     options = arguments(given)
     failed: list[str] = []
     try:
         if options.show or options.write_readme:
             results = json.loads((options.output or RESULTS).read_text(encoding="utf-8"))
         else:
-            with tempfile.TemporaryDirectory(prefix="hf_wlb_convergence_") as temporary:
+            with sigterm_interrupts(), tempfile.TemporaryDirectory(prefix="hf_wlb_convergence_") as temporary:
                 results, failed = benchmark(options, Path(temporary))
+        if results is None:
+            return 0
         if options.write_readme:
             page = show.with_table(RESULTS_PAGE.read_text(encoding="utf-8"), show.results_table(results))
             RESULTS_PAGE.write_text(page, encoding="utf-8")
@@ -279,11 +294,11 @@ def main(given: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         kept = options.folder is not None or not options.quick
         goes_on = "goes on" if kept else "begins anew (--folder keeps the runs that are finished)"
         print(f"interrupted; the same command {goes_on}", file=sys.stderr)
-        return 130
+        return 143 if isinstance(stopped, Terminated) else 130
     print("RESULT", json.dumps(results["result"]), flush=True)
     return int(bool(failed))
 

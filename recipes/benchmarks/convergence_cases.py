@@ -1,26 +1,24 @@
-"""What the convergence benchmark runs: its settings, its runs, its documents and where they lie."""
+"""What the convergence benchmark runs: its settings, its runs, the files that they leave."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
 import os
-import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hf_wlb.lengths import IntArray
-from hf_wlb.packing import ArraySource, PackingConfig, StepPlanner
 from hf_wlb.workload import AnalyticWorkload
 
-SCHEMA = "hf_wlb.convergence_benchmark/1"
-#: Whose folders, and what is installed beside them, hold the text that is trained.
-PACKAGES = ("torch", "transformers", "numpy", "scipy", "pandas", "sympy", "matplotlib")
+SCHEMA = "hf_wlb.convergence_benchmark/2"
+#: What the tokenised documents depend on.
+OF_DOCUMENTS = ("vocabulary", "tokenizer_characters")
+#: What the base's weights do not depend on, or not more than on the order of sums.
+NOT_OF_BASE = (
+    *("steps", "micro_batches", "crossover", "pp_size", "learning_rate"),
+    *("kernel", "compiled", "fused_loss"),
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,11 @@ class Settings:
     """What all runs have in common. Lengths are in tokens.
 
     Attributes:
+        base_steps: Of the base, from scratch, whose weights all runs start from; 0 for runs from scratch without one.
+            Fewer where documents do not fill micro-batches evenly, see ``convergence_documents.matched_context``.
+        base_context_length: Longest document of the base: longer ones are split.
+        base_tokens_per_step: Of the base on average, one micro-batch.
+        base_learning_rate: Of the base at its highest; a cosine of the share of the steps after the warm-up.
         steps: So many on average; fewer where there is too little text for one pass of so many.
         context_length: Of a micro-batch on average, and the longest document: longer ones are split.
         micro_batches: Of a step.
@@ -41,16 +44,22 @@ class Settings:
         layers: Decoder layers.
         heads: Query heads.
         kv_heads: Key and value heads.
-        learning_rate: At its highest; a cosine of the share of the steps after the warm-up.
-        warmup: Its steps.
+        learning_rate: Of the runs at its highest; a cosine of the share of the steps after the warm-up.
+        warmup: Its steps, the base's as well.
         weight_decay: AdamW's.
         held_out_tokens: Of documents that are not trained.
         evaluations: Of the held-out documents while training, the one at the end included.
-        seed: Of the weights, except in the runs that show the noise.
+        seed: Of the weights and of the order of documents, except in the runs that show the noise.
         kernel: Attention kernel, or ``auto``.
+        compiled: Whether decoder layers are compiled (``torch_compile``).
+        fused_loss: How the loss is computed, see ``WLBTrainingArguments``.
     """
 
-    steps: int = 1_500
+    base_steps: int = 4_000
+    base_context_length: int = 2_048
+    base_tokens_per_step: int = 8_192
+    base_learning_rate: float = 1e-3
+    steps: int = 2_000
     context_length: int = 8_192
     micro_batches: int = 4
     crossover: float = 1_536.0
@@ -62,25 +71,48 @@ class Settings:
     layers: int = 4
     heads: int = 8
     kv_heads: int = 4
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     warmup: int = 100
     weight_decay: float = 0.1
     held_out_tokens: int = 1_000_000
     evaluations: int = 10
     seed: int = 0
     kernel: str = "auto"
+    compiled: bool = True
+    fused_loss: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("steps", "context_length", "micro_batches", "evaluations", "held_out_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.warmup >= self.steps:
-            raise ValueError(f"A warm-up of {self.warmup} steps leaves none of {self.steps} to train: lower --warmup.")
+        if self.base_steps < 0:
+            raise ValueError(f"base_steps must be at least 1, or 0 for runs from scratch, got {self.base_steps}.")
+        for name in ("steps", "base_steps") if self.base_steps else ("steps",):
+            if self.warmup >= getattr(self, name):
+                raise ValueError(
+                    f"A warm-up of {self.warmup} steps leaves none of {getattr(self, name)} ({name}) to train: lower "
+                    "--warmup."
+                )
+        if self.base_steps and not 4 <= self.base_context_length <= min(self.base_tokens_per_step, self.context_length):
+            raise ValueError(
+                f"base_context_length must be 4 to {min(self.base_tokens_per_step, self.context_length)}, the smaller "
+                f"of base_tokens_per_step and context_length, got {self.base_context_length}."
+            )
 
     @property
     def tokens_per_step(self) -> int:
         """On average."""
         return self.micro_batches * self.context_length
+
+    @property
+    def tokens_needed(self) -> int:
+        """Of all documents together: held out, for the base, for the runs."""
+        return self.held_out_tokens + self.base_steps * self.base_tokens_per_step + self.steps * self.tokens_per_step
+
+    @property
+    def shortest_context(self) -> int:
+        """What no document of base and runs is longer than."""
+        return self.base_context_length if self.base_steps else self.context_length
 
     @property
     def workload(self) -> AnalyticWorkload:
@@ -89,6 +121,10 @@ class Settings:
 
 
 QUICK = Settings(
+    base_steps=12,
+    base_context_length=256,
+    base_tokens_per_step=512,
+    base_learning_rate=3e-3,
     steps=20,
     context_length=512,
     crossover=96.0,
@@ -103,6 +139,7 @@ QUICK = Settings(
     warmup=4,
     held_out_tokens=4_000,
     evaluations=4,
+    compiled=False,
 )
 
 
@@ -114,11 +151,13 @@ class Run:
         name: As in the results.
         packer: How its documents are packed.
         seed_offset: Its weights' seed is so much above that of the settings.
+        order_offset: The seed of the order of its documents is so much above that of the settings.
     """
 
     name: str
     packer: str
     seed_offset: int = 0
+    order_offset: int = 0
 
     @property
     def file_name(self) -> str:
@@ -129,165 +168,49 @@ class Run:
         """
         return self.name.replace(", ", "_").replace(" ", "_")
 
+    @property
+    def is_base(self) -> bool:
+        """Whether it is the one that the others start from."""
+        return self.name == BASE.name
 
-#: The important ones first; the last two are sequential as well and show what other initial weights make of it.
+
+BASE = Run("base", "next-fit")
+_COMPARED = (Run("sequential", "next-fit"), Run("steady", "steady"), Run("wlb", "wlb"))
+#: The important ones first; the last two are sequential as well and show what another order of documents makes of it.
 RUNS = (
-    Run("sequential", "next-fit"),
-    Run("steady", "steady"),
-    Run("wlb", "wlb"),
-    Run("sequential, seed 1", "next-fit", 1),
-    Run("sequential, seed 2", "next-fit", 2),
+    *_COMPARED,
+    Run("sequential, order 1", "next-fit", order_offset=1),
+    Run("sequential, order 2", "next-fit", order_offset=2),
+)
+#: Without a base; the last two show what other initial weights make of it.
+FROM_SCRATCH = (
+    *_COMPARED,
+    Run("sequential, seed 1", "next-fit", seed_offset=1),
+    Run("sequential, seed 2", "next-fit", seed_offset=2),
 )
 
 
-def chosen_runs(only: Sequence[str]) -> list[Run]:
-    """The runs of these names, all of them if there are none.
+def runs_of(settings: Settings) -> tuple[Run, ...]:
+    """All runs but the base.
+
+    >>> [run.name for run in runs_of(QUICK)][2:]
+    ['wlb', 'sequential, order 1', 'sequential, order 2']
+    """
+    return RUNS if settings.base_steps else FROM_SCRATCH
+
+
+def chosen_runs(only: Sequence[str], settings: Settings) -> list[Run]:
+    """The runs of these names, all of them if there are none; the base, which comes before them anyway, is left out.
 
     Raises:
         ValueError: If there is no run of a name.
     """
-    names = [run.name for run in RUNS]
+    runs = runs_of(settings)
+    names = [*([BASE.name] if settings.base_steps else []), *(run.name for run in runs)]
     unknown = [name for name in only if name not in names]
     if unknown:
         raise ValueError(f"There is no run {unknown[0]!r}; there are {'; '.join(names)}.")
-    return [run for run in RUNS if not only or run.name in only]
-
-
-# ---- documents ----
-
-
-def text_folders() -> list[str]:
-    """The standard library, and every folder that one of ``PACKAGES`` is installed in."""
-    found = [sysconfig.get_path("stdlib")]
-    for name in PACKAGES:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            found.append(str(Path(spec.origin).resolve().parents[1]))
-    return list(dict.fromkeys(found))
-
-
-class Documents(Sequence[dict[str, IntArray]]):
-    """Tokenised documents in two files, one a row, as data loaders take them.
-
-    Args:
-        folder: Holds ``tokens.npy`` (one document behind the other) and ``lengths.npy``.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.lengths: IntArray = np.load(folder / "lengths.npy")
-        self._tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-        self._ends = np.cumsum(self.lengths)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: Any) -> Any:
-        end = int(self._ends[index])
-        length = int(self.lengths[index])
-        return {"input_ids": self._tokens[end - length : end], "length": length}
-
-    @staticmethod
-    def save(documents: Sequence[IntArray], folder: Path) -> int:
-        """Writes documents; returns their tokens."""
-        folder.mkdir(parents=True, exist_ok=True)
-        lengths = np.array([len(document) for document in documents], dtype=np.int64)
-        np.save(folder / "tokens.npy", np.concatenate(documents))
-        np.save(folder / "lengths.npy", lengths)
-        return int(lengths.sum())
-
-
-def tokenised(texts: Sequence[str], settings: Settings, processes: int | None) -> Iterator[IntArray]:
-    """Documents with an end token each, uint16, in their order, as many as somebody takes."""
-    import datasets
-
-    from hf_wlb.data.text import tokenize_documents, train_byte_level_bpe
-
-    datasets.disable_progress_bars()
-    sizes = np.cumsum([len(text) for text in texts])
-    shown = int(np.searchsorted(sizes, settings.tokenizer_characters)) + 1
-    tokenizer = train_byte_level_bpe(texts[:shown], vocab_size=settings.vocabulary)
-    portion = settings.steps * settings.tokens_per_step * 3 // 4  # in characters: all is done in about four portions
-    begin = 0
-    while begin < len(texts):
-        done = int(sizes[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(sizes, done + portion)))
-        rows = datasets.Dataset.from_dict({"text": list(texts[begin:end])})
-        ids = tokenize_documents(rows, tokenizer, num_proc=min(processes or 1, end - begin)).with_format("numpy")
-        for batch in ids.select_columns(["input_ids"]).iter(batch_size=1_000):
-            yield from (np.asarray(document, dtype=np.uint16) for document in batch["input_ids"])
-        begin = end
-
-
-def prepare_documents(texts: Sequence[str], settings: Settings, folder: Path, processes: int | None) -> dict[str, Any]:
-    """Tokenises as many documents as are needed and writes them: the first are held out, the others trained.
-
-    Returns:
-        What is known of them, also written to ``documents.json``: ``documents``, ``tokens``, ``longest`` and ``median``
-        (tokens, before splitting) of those trained, ``held_out`` (documents and tokens), ``steps`` (which the tokens
-        suffice for), ``sequential_context`` (see ``matched_context``), ``characters``, and ``fingerprint``.
-
-    Raises:
-        ValueError: If there is too little text even for the warm-up.
-    """
-    stream = tokenised(texts, settings, processes)
-    held_out = _taken(stream, settings.held_out_tokens)
-    train = _taken(stream, settings.steps * settings.tokens_per_step)
-    tokens = sum(map(len, train))
-    steps = min(settings.steps, tokens // settings.tokens_per_step)
-    if steps <= settings.warmup:
-        raise ValueError(
-            f"There is text for {tokens:,} tokens besides those held out, {steps} steps of "
-            f"{settings.tokens_per_step:,}; the warm-up alone takes {settings.warmup}. Name folders with more text "
-            "(--text)."
-        )
-    digest = hashlib.sha256(b"".join(document.tobytes() for document in (*held_out, *train)))
-    lengths = np.array([len(document) for document in train])
-    about = {
-        "documents": len(train),
-        "tokens": Documents.save(train, folder / "train"),
-        "longest": int(lengths.max()),
-        "median": int(np.median(lengths)),
-        "above_context": round(float(lengths[lengths > settings.context_length].sum() / tokens), 4),
-        "held_out": [len(held_out), Documents.save(held_out, folder / "held_out")],
-        "steps": steps,
-        "sequential_context": matched_context(lengths, settings, steps),
-        "characters": sum(map(len, texts[: len(held_out) + len(train)])),
-        "fingerprint": digest.hexdigest()[:16],
-    }
-    write_json(folder / "documents.json", {"schema": SCHEMA, "settings": asdict(settings), **about})
-    return about
-
-
-def _taken(stream: Iterator[IntArray], tokens: int) -> list[IntArray]:
-    """The next documents, of so many tokens if there are: the last one is cut there."""
-    found: list[IntArray] = []
-    while tokens > 0 and (document := next(stream, None)) is not None:
-        found.append(document[:tokens])
-        tokens -= len(document)
-    return found
-
-
-def matched_context(lengths: IntArray, settings: Settings, steps: int) -> int:
-    """What a micro-batch of sequential packing may hold so that it trains as many tokens a step as the others.
-
-    Documents stay whole, so sequential packing leaves the end of every micro-batch empty: with the same context its
-    steps would be smaller and more.
-    """
-
-    def needed(context: int) -> int:
-        config = PackingConfig(
-            context_length=context,
-            micro_batches_per_replica=settings.micro_batches,
-            packer="next-fit",
-            max_document_tokens=settings.context_length,
-        )
-        return sum(1 for _ in StepPlanner(ArraySource(lengths), settings.workload, config))
-
-    low, high = settings.context_length, 2 * settings.context_length
-    while high - low > max(1, settings.context_length // 256):
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) > steps else (low, middle)
-    return high
+    return [run for run in runs if not only or run.name in only]
 
 
 # ---- files ----
@@ -300,16 +223,17 @@ def write_json(file: Path, value: Any, text: Callable[[Any], str] = json.dumps) 
     os.replace(unfinished, file)
 
 
-def read_json(file: Path, settings: Settings, fingerprint: str | None = None) -> dict[str, Any]:
+def read_json(file: Path, settings: Settings, fingerprint: str | None = None, base: str | None = None) -> Any:
     """What an earlier call wrote.
 
     Args:
-        file: A run's, or that of the documents.
-        settings: Of this call.
-        fingerprint: Of its documents, which a run must have trained.
+        file: A run's, the base's, or that of the documents.
+        settings: Of this call; what the file does not depend on may be other.
+        fingerprint: Of its documents, which a run must have trained; None for the documents' own file.
+        base: Of the weights that a run must have started from; None for the base itself and for runs without one.
 
     Raises:
-        ValueError: If it cannot be read, is of another version, or was written with other settings or documents.
+        ValueError: If it cannot be read, is of another version, or was written with other settings, documents or base.
     """
     away = f"Remove it to begin anew, or give another --{'folder' if fingerprint else 'documents'}."
     try:
@@ -318,12 +242,19 @@ def read_json(file: Path, settings: Settings, fingerprint: str | None = None) ->
         raise ValueError(f"{file} cannot be read: {error}. {away}") from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ValueError(f"{file} is not a file of this benchmark's version ({SCHEMA}). {away}")
+    of_base = found.get("run", {}).get("name") == BASE.name
     then, now = found.get("settings", {}), asdict(settings)
-    changed = [f"{name} {then.get(name)!r} there, {now[name]!r} now" for name in now if then.get(name) != now[name]]
+    if fingerprint is None:
+        names = list(OF_DOCUMENTS)
+    else:
+        names = [name for name in now if not (of_base and name in NOT_OF_BASE)]
+    changed = [f"{name} {then.get(name)!r} there, {now[name]!r} now" for name in names if then.get(name) != now[name]]
     if changed:
         raise ValueError(f"{file} was written with other settings: {'; '.join(changed)}. {away}")
     if fingerprint is not None and found.get("fingerprint") != fingerprint:
         raise ValueError(f"{file} is of a run that trained other documents. {away}")
+    if not of_base and found.get("base") != base:
+        raise ValueError(f"{file} is of a run that started from other weights than those of the base there is. {away}")
     return found
 
 
@@ -337,10 +268,12 @@ class Job:
     Attributes:
         settings: Common to all runs.
         run: This one.
-        about: What is known of the documents, see ``prepare_documents``.
+        about: What is known of the documents, see ``convergence_documents.chosen_documents``.
         documents: Their folder.
         folder: The results go there, and the trainer's own files.
         use_cpu: On the CPU.
+        checkpoints: Written in the course of the run, evenly spaced; the latest is kept until the run is finished.
+        base: What the base's results say of its weights (``weights``); None without one, and for the base itself.
     """
 
     settings: Settings
@@ -349,6 +282,23 @@ class Job:
     documents: str
     folder: str
     use_cpu: bool = False
+    checkpoints: int = 0
+    base: str | None = None
+
+    @property
+    def output(self) -> Path:
+        """The trainer's folder; at last it holds the weights of the base, and nothing of other runs."""
+        return Path(self.folder) / self.run.file_name
+
+    @property
+    def results(self) -> Path:
+        """The file that says what came out; the run is finished once it is there."""
+        return Path(self.folder) / f"{self.run.file_name}.json"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the documents that this run trains and is evaluated on."""
+        return str(self.about["base_fingerprint" if self.run.is_base else "fingerprint"])
 
     def save(self) -> Path:
         """Writes it for the process; returns the file."""

@@ -22,16 +22,22 @@ COLUMNS = {
     "loss": "a value a step: the mean loss over its tokens",
     "tokens": "a value a step: tokens trained in it",
     "evaluations": "steps done, tokens trained by then, mean loss over the tokens of the held-out documents, which are "
-    "packed in the same way for all runs",
+    "packed in the same way for all runs; the base's are the first of them, split at its own longest document, "
+    "shorter than the runs'",
+    "copying": "steps done, tokens trained by then, mean loss on strings of random tokens, and on their repetitions "
+    "right behind them (the copy loss): a model that copies from its context knows these",
+    "base": "the run whose weights all others start from, with the settings that it had; null for runs from scratch",
     "packing": "the run's PackingReport, steps after the end of the data left out: delay is in steps a token, "
     "token_variation the standard deviation of the tokens per step over their mean",
     "delayed_share": "of the tokens trained, those whose document waited for at least one step",
     "convergence_diff": "how far the held-out loss at the end is from that of the sequential run, as a share of it",
-    "noise": "the same for sequential runs from other initial weights, the largest",
+    "noise": "the same for two further sequential runs, the larger one: with the documents in other orders where all "
+    "start from a base, else from other initial weights",
+    "copy_loss": "of the base and of the sequential run at their ends",
 }
 
 #: What is the same for all runs, by where it goes.
-_REPEATED = ("schema", "settings", "fingerprint")
+_REPEATED = ("schema", "settings", "fingerprint", "base")
 
 Figures = NDArray[np.float64]
 
@@ -42,7 +48,7 @@ def without_repetition(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_text(results: Mapping[str, Any]) -> str:
-    """The results as JSON, a line for every run and every other part.
+    """The results as JSON, a line for every run, the base and every other part.
 
     >>> print(json_text({"schema": "1", "runs": {"a": {"loss": [1.0]}}}))
     {
@@ -72,8 +78,14 @@ def training_loss(run: Mapping[str, Any]) -> float:
     return float(np.average(losses[last], weights=tokens[last]))
 
 
+def copy_losses(run: Mapping[str, Any]) -> tuple[float, float]:
+    """(Loss on random strings, on their repetitions), at the end."""
+    first, again = run["copying"][-1][2:]
+    return float(first), float(again)
+
+
 def is_noise(name: str) -> bool:
-    """Whether a run is a plain one from other initial weights."""
+    """Whether a run is a plain one from other initial weights, or with the documents in another order."""
     return name.startswith(f"{PLAIN}, ")
 
 
@@ -85,7 +97,7 @@ def difference(runs: Mapping[str, Any], name: str, loss: Any = held_out_loss) ->
 
 
 def noise(runs: Mapping[str, Any], loss: Any = held_out_loss) -> float | None:
-    """The largest difference, either way, of plain runs from other weights; None without any."""
+    """The largest difference, either way, of the further plain runs; None without any."""
     found = [abs(value) for name in runs if is_noise(name) and (value := difference(runs, name, loss)) is not None]
     return max(found, default=None)
 
@@ -130,8 +142,25 @@ def result(results: Mapping[str, Any]) -> dict[str, Any]:
         "steps": len(runs[PLAIN]["loss"]) if PLAIN in runs else None,
         "tokens": sum(runs[PLAIN]["tokens"]) if PLAIN in runs else None,
         "loss_sequential": round(held_out_loss(runs[PLAIN]), 5) if PLAIN in runs else None,
+        "loss_start": start_loss(runs[PLAIN]) if PLAIN in runs else None,
+        "copy_loss_sequential": copy_losses(runs[PLAIN])[1] if PLAIN in runs else None,
+        **_of_base(results.get("base")),
         "runs": len(runs),
     }
+
+
+def start_loss(run: Mapping[str, Any]) -> float | None:
+    """Held-out loss of the weights that a run starts from, split as for the run; None where it is not known."""
+    return next((round(float(loss), 5) for step, _, loss in run["evaluations"] if not step), None)
+
+
+def _of_base(base: Mapping[str, Any] | None) -> dict[str, Any]:
+    names = ("base_steps", "base_tokens", "loss_base", "copy_loss_base", "copy_loss_base_string")
+    if base is None:
+        return dict.fromkeys(names)
+    string, again = copy_losses(base)
+    figures = (len(base["loss"]), sum(base["tokens"]), round(held_out_loss(base), 5), again, string)
+    return dict(zip(names, figures, strict=True))
 
 
 def smoothed(run: Mapping[str, Any], points: int = POINTS) -> list[tuple[float, float]]:
@@ -154,8 +183,9 @@ def differences(runs: Mapping[str, Any], name: str) -> tuple[Figures, Figures]:
     """(tokens, held-out loss over the plain run's at as many tokens, minus 1, in percent), at every evaluation.
 
     Between its own evaluations the plain run's loss is taken to change as a straight line over the logarithm of tokens.
+    Evaluations before the first step are left out: the weights are the same.
     """
-    own, plain = (np.array(runs[run]["evaluations"], dtype=float) for run in (name, PLAIN))
+    own, plain = (np.array([row for row in runs[run]["evaluations"] if row[1]], dtype=float) for run in (name, PLAIN))
     expected = np.interp(np.log(own[:, 1]), np.log(plain[:, 1]), plain[:, 2])
     return own[:, 1], 100 * (own[:, 2] / expected - 1)
 
@@ -218,7 +248,6 @@ def results_table(results: Mapping[str, Any]) -> str:
     if not is_complete(results):
         raise ValueError(f"The results hold no run {PLAIN!r} with another to compare: run the benchmark first.")
     machine = runs[PLAIN]
-    largest = noise(runs)
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
         "| run | steps | tokens | mean delay, steps | longest | tokens delayed | tokens per step, variation | "
@@ -234,9 +263,11 @@ def results_table(results: Mapping[str, Any]) -> str:
         f"pipeline stages, with attention as costly as the rest at {settings['crossover']:,.0f} tokens, so that a "
         "document of a whole micro-batch weighs as much as one of 128K tokens does in a 7B model. Sequential packing "
         f"fills micro-batches of up to {texts['sequential_context']:,} tokens, which gives the same "
-        "tokens a step. All runs train the same documents once, with the same learning rate over the run.",
+        "tokens a step. All runs train the same documents once, with the same learning rate over the run (at most "
+        f"{settings['learning_rate']:g}).",
         "",
-        _verdict(results, largest),
+        *([] if results.get("base") is None else [_of_start(results), ""]),
+        _verdict(results),
         "",
         "![Loss curves over each other, and held-out losses against sequential](../recipes/benchmarks/results/"
         "convergence.png)",
@@ -247,14 +278,47 @@ def results_table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _verdict(results: Mapping[str, Any], largest: float | None) -> str:
+def _of_start(results: Mapping[str, Any]) -> str:
+    """What all runs start from, and how well it and they copy."""
+    runs, base = results["runs"], results["base"]
+    settings, (string, again) = base["settings"], copy_losses(base)
+    files = results["documents"]["base"][0]
+    curve = ", ".join(f"{loss:.2f} ({count_text(tokens)})" for _, tokens, loss in base["evaluations"])
+    start = start_loss(runs[PLAIN])
+    longer = (
+        "" if start is None else f" Of all of them, as long as runs have them, it is {start:.4f} before the first step."
+    )
+    ends = sorted(copy_losses(run)[1] for run in runs.values())
+    ended = f"{ends[0]:.2f}" if f"{ends[0]:.2f}" == f"{ends[-1]:.2f}" else f"{ends[0]:.2f} to {ends[-1]:.2f}"
+    return (
+        f"All runs start from the same weights, with optimizers of their own: a base of {len(base['loss']):,} steps "
+        f"from scratch over {files:,} other files ({count_text(sum(base['tokens']))} tokens, about "
+        f"{settings['base_tokens_per_step']:,} a step, documents of up to {settings['base_context_length']:,}, "
+        f"learning rate at most {settings['base_learning_rate']:g}). Its held-out loss by tokens trained, "
+        f"of a part of the documents held out: {curve}.{longer} "
+        f"Copy loss, on the repetition of a string of random tokens: {again:.2f} at the base's end, where the string "
+        f"itself has {string:.2f}; {ended} at the ends of the runs."
+    )
+
+
+def _verdict(results: Mapping[str, Any]) -> str:
     runs = results["runs"]
     found = [(name, value) for name in (DEFAULT, PAPER) if (value := difference(runs, name)) is not None]
     shown = " and ".join(f"`{name}` {apart_text(value)}" for name, value in found)
     within = all(abs(value) <= ALLOWED for _, value in found)
-    against = "" if largest is None else f"; sequential runs from other initial weights are up to {largest:.2%} apart"
+    largest = noise(runs)
+    against = "" if largest is None else f"; sequential runs {noise_words(results)} are up to {largest:.2%} apart"
     verdict = "within" if within else "not within"
     return f"The held-out loss at the end: {shown} that of sequential packing, {verdict} {ALLOWED:.1%}{against}."
+
+
+def noise_words(results: Mapping[str, Any]) -> str:
+    """What is other in the further sequential runs.
+
+    >>> noise_words({"base": None})
+    'from other initial weights'
+    """
+    return "from other initial weights" if results.get("base") is None else "with the documents in other orders"
 
 
 def with_table(page: str, table: str) -> str:
@@ -275,26 +339,20 @@ def draw(results: Mapping[str, Any], png: str | Path) -> Path:
         raise ValueError(f"The results hold no run {PLAIN!r} with another to compare: run the benchmark first.")
     names = [name for name in (PLAIN, PAPER, DEFAULT) if name in runs]
     colours = packer_colours(names)
-    seeds = [name for name in runs if is_noise(name)]
     figure, (left, right) = new_figure(10.6, 4.8, 2, "The same documents, in order and delayed: what a model learns")
+    begins = _begin(results)
     trained = max(sum(run["tokens"]) for run in runs.values())
     unit, word = (1e6, "millions") if trained >= 1e6 else (1e3, "thousands")
-    for axes in (left, right):
+    since = " since the runs part" if begins else ""
+    for axes, most, what in ((left, begins + trained, ""), (right, trained, since)):
         axes.grid(axis="y", color="#E4E4E4", linewidth=0.7)
-        axes.set_xlabel(f"tokens trained, {word}", fontsize=10.5)
-        axes.set_xlim(0, 1.02 * trained / unit)  # both panels the same, though losses are evaluated later
-    for number, name in enumerate(seeds):
-        label = "sequential, other initial weights" if number == 0 else None
-        left.plot(*_curve(runs[name], unit), color="#B8B8B8", linewidth=1.2, label=label, zorder=2)
-    for name, style in zip(names, ("-", "--", ":"), strict=False):
-        delay = runs[name]["packing"]["delay"]
-        text = name if name == PLAIN else f"{name}, mean delay {delay:.2f} steps"
-        left.plot(*_curve(runs[name], unit), color=colours[name], ls=style, linewidth=1.9, label=text, zorder=3)
-    left.set_ylabel("training loss", fontsize=10.5)
-    left.set_title("Training loss, smoothed", fontsize=11, color=INK)
+        axes.set_xlabel(f"tokens trained{what}, {word}", fontsize=10.5)
+        axes.set_xlim(0, 1.02 * most / unit)  # losses are evaluated later than trained
+    _draw_losses(left, results, names, colours, unit)
     right.axhline(0, color=colours[PLAIN], linewidth=1.9, label=PLAIN, zorder=2)
+    seeds = [name for name in runs if is_noise(name)]
     if seeds:
-        _draw_noise(right, [differences(runs, name) for name in seeds], unit)
+        _draw_noise(right, [differences(runs, name) for name in seeds], unit, f"{PLAIN}, {_short(results)}")
     for name in names[1:]:
         tokens, values = differences(runs, name)
         right.plot(tokens / unit, values, "o-", color=colours[name], linewidth=1.9, ms=4, label=name, zorder=3)
@@ -307,14 +365,43 @@ def draw(results: Mapping[str, Any], png: str | Path) -> Path:
     return save(figure, png)
 
 
-def _curve(run: Mapping[str, Any], unit: float) -> tuple[list[float], list[float]]:
+def _begin(results: Mapping[str, Any]) -> int:
+    """Tokens that the base trained."""
+    return 0 if results.get("base") is None else sum(results["base"]["tokens"])
+
+
+def _short(results: Mapping[str, Any]) -> str:
+    return "other initial weights" if results.get("base") is None else "other orders"
+
+
+def _draw_losses(
+    axes: Any, results: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str], unit: float
+) -> None:
+    """Training losses: the base's up to where the runs part, then theirs."""
+    from hf_wlb.plots.style import GREY, INK
+
+    runs, begins = results["runs"], _begin(results)
+    if begins:
+        axes.plot(*_curve(results["base"], unit), color=GREY, linewidth=1.6, label="base, for all runs", zorder=2)
+        axes.axvline(begins / unit, color=GREY, linestyle=":", linewidth=1.0, zorder=1)
+    for number, name in enumerate(name for name in runs if is_noise(name)):
+        label = f"{PLAIN}, {_short(results)}" if number == 0 else None
+        axes.plot(*_curve(runs[name], unit, begins), color="#B8B8B8", linewidth=1.2, label=label, zorder=2)
+    for name, style in zip(names, ("-", "--", ":"), strict=False):
+        delay = runs[name]["packing"]["delay"]
+        text = name if name == PLAIN else f"{name}, mean delay {delay:.2f} steps"
+        axes.plot(*_curve(runs[name], unit, begins), color=colours[name], ls=style, linewidth=1.9, label=text, zorder=3)
+    axes.set_ylabel("training loss", fontsize=10.5)
+    axes.set_title("Training loss, smoothed", fontsize=11, color=INK)
+
+
+def _curve(run: Mapping[str, Any], unit: float, begins: int = 0) -> tuple[list[float], list[float]]:
     points = smoothed(run)
-    return [tokens / unit for tokens, _ in points], [loss for _, loss in points]
+    return [(begins + tokens) / unit for tokens, _ in points], [loss for _, loss in points]
 
 
-def _draw_noise(axes: Any, found: Sequence[tuple[Figures, Figures]], unit: float) -> None:
-    """A band as wide as plain runs from other weights are apart, either way."""
+def _draw_noise(axes: Any, found: Sequence[tuple[Figures, Figures]], unit: float, label: str) -> None:
+    """A band as wide as the further plain runs are apart from the first, either way."""
     tokens = found[0][0]
     widest = np.max([np.abs(np.interp(tokens, *pair)) for pair in found], axis=0)
-    label = "sequential, other initial weights"
     axes.fill_between(tokens / unit, -widest, widest, color="#D8D8D8", linewidth=0, label=label, zorder=0)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import end_to_end_report
+import stage_times_report
 import trainer_report
 from end_to_end_cases import WLB
 from end_to_end_report import Launch
@@ -23,12 +24,19 @@ _SPEED_UPS = (
     "Measured. Speed-ups: tokens per second of whole training steps over the same documents, all systems taking turns "
     "in one launch (split, context, attention kernel); intervals by resampling its rounds, where there are 3 or more."
 )
+_COMPOSED = (
+    "Rows that are *put together by 1F1B* come from every micro-batch's layer and head times on one GPU: neither what "
+    "sends take from computing nor the clocks of several GPUs at work nor the optimizer was measured."
+)
 
 Row = tuple[str, str, str, str]
 
 
 def summary(
-    launches: Sequence[Launch] | None, trainer: Mapping[str, Any] | None, convergence: Mapping[str, Any] | None
+    launches: Sequence[Launch] | None,
+    trainer: Mapping[str, Any] | None,
+    convergence: Mapping[str, Any] | None,
+    composed: Mapping[str, Sequence[Row]] | None = None,
 ) -> str:
     """The Markdown between the marks of README.md; what is not measured is said in a sentence.
 
@@ -37,6 +45,7 @@ def summary(
         trainer: Results of the trainer's benchmark.
         convergence: Figures of the convergence benchmark: ``convergence_diff``, ``convergence_noise``, and ``on``,
             where it ran.
+        composed: See ``composed_rows``; of these, the ones of launches whose whole steps were not measured are shown.
     """
     speed_ups = [] if launches is None else speed_up_rows(launches)
     parts: dict[str, list[Row]] = {
@@ -46,13 +55,14 @@ def summary(
     }
     figures = {} if launches is None else end_to_end_report.summary(launches)
     missing = [f"`{label}`" for label in LAUNCHES if "speedup" not in figures.get(label, {}).get(WLB, {})]
+    stages = [row for label, found in (composed or {}).items() if f"`{label}`" in missing for row in found]
     absent = [f"whole steps against Plain-4D ({', '.join(missing)})"] if missing else []
     absent += [name for name, found in parts.items() if not found]
-    rows = [*speed_ups, *(row for found in parts.values() for row in found)]
+    rows = [*speed_ups, *stages, *(row for found in parts.values() for row in found)]
     lines: list[str] = []
     if rows:
         lines = [
-            _SPEED_UPS if speed_ups else "Measured:",
+            _said_before(bool(speed_ups), bool(stages)),
             "",
             "| measured | figure | 95% interval | on |",
             "|---|---|---|---|",
@@ -64,6 +74,13 @@ def summary(
     return "\n".join(lines)
 
 
+def _said_before(speed_ups: bool, composed: bool) -> str:
+    """Above the table; whether it has rows of either kind."""
+    if not speed_ups and not composed:
+        return "Measured:"
+    return " ".join([_SPEED_UPS if speed_ups else "Measured.", *([_COMPOSED] if composed else [])])
+
+
 def speed_up_rows(launches: Sequence[Launch]) -> list[Row]:
     """WLB's speed-ups, launch by launch."""
     best, figures = end_to_end_report.best_launches(launches), end_to_end_report.summary(launches)
@@ -73,6 +90,22 @@ def speed_up_rows(launches: Sequence[Launch]) -> list[Row]:
         on = f"{trainer_report.where(launch.about)}, {len(launch.rounds)} rounds"
         rows += [
             (f"WLB over {other}, `{label}`", f"{found[name]:.3f}x", _interval(found[f"{name}_interval"]), on)
+            for name, other in COMPARED.items()
+            if name in found
+        ]
+    return rows
+
+
+def composed_rows(launches: Sequence[Launch]) -> dict[str, list[Row]]:
+    """WLB's speed-ups of steps that are put together from stage times, by label; see ``stage_times_report``."""
+    best, figures = end_to_end_report.best_launches(launches), stage_times_report.summary(launches)
+    rows: dict[str, list[Row]] = {}
+    for label, launch in best.items():
+        found, device = figures[label].get(WLB, {}), launch.about["device"]
+        on = f"{trainer_report.where(launch.about['measured_on'])}, {len(launch.rounds)} rounds"
+        made = f"stages measured on one {device}, put together by 1F1B"
+        rows[label] = [
+            (f"WLB over {other}, `{label}`, {made}", f"{found[name]:.3f}x", _interval(found[f"{name}_interval"]), on)
             for name, other in COMPARED.items()
             if name in found
         ]

@@ -28,6 +28,8 @@ import measured_report
 import packing
 import packing_report
 import simulated_paper
+import stage_times
+import stage_times_report
 import trainer_report
 from end_to_end_timeline import draw_timeline
 from readme_table import REPOSITORY, between_marks, marks
@@ -69,6 +71,16 @@ def draw_timelines(launches: Sequence[end_to_end_report.Launch], folder: Path) -
         picture = folder / f"end_to_end_{label}.png"
         if picture.is_file():
             draw_timeline(launch, picture)
+
+
+def stage_times_figures(launches: Sequence[end_to_end_report.Launch]) -> Mapping[str, Any]:
+    """The figures of the launches with the most rounds."""
+    return stage_times_report.result(stage_times_report.summary(launches))
+
+
+def draw_stage_times(launches: Sequence[end_to_end_report.Launch], folder: Path) -> None:
+    """The speed-ups."""
+    stage_times_report.draw(launches, folder / "stage_times.png")
 
 
 def convergence_figures(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -169,13 +181,15 @@ class Benchmark:
         return {**dict.fromkeys(self.keys), **{key: value for key, value in figures.items() if value is not None}}
 
 
-END_TO_END, TRAINER, CONVERGENCE = "end_to_end.jsonl", "trainer.json", "convergence.json"
+END_TO_END, STAGE_TIMES = "end_to_end.jsonl", "stage_times.jsonl"
+TRAINER, CONVERGENCE = "trainer.json", "convergence.json"
 _SHARDING = "torchrun --nproc_per_node 4 recipes/benchmarks/context_parallel.py --lengths FILE"
 _SHARDING_KEYS = (
     *("share_8kv_short", "share_8kv_long", "share_32kv_short", "share_32kv_long", "regret_max", "choice_agreement"),
     *("choice_regret_max", "token_skew", "speedup_over_per_sequence", "speedup_over_per_document", "memory_ratio"),
     *("error_ratio", "memory_ratio_gathered_again", "memory_ratio_kept"),
 )
+_COMPOSED = {f"composed_speedup_{name}": f"--configurations {name}" for name in stage_times.DEFAULT}
 _WHOLE_STEPS = {f"speedup_{label}": options for label, options in measured_report.LAUNCHES.items()}
 
 #: Every results file. A new benchmark has its entry here, and marks on its pages.
@@ -210,6 +224,16 @@ BENCHMARKS = (
         keys={**_WHOLE_STEPS, **dict.fromkeys(("speedup_vs_concat_cut", "mfu", "planning_share"), "")},
         read=end_to_end_report.read_launches,
         draw=draw_timelines,
+    ),
+    Benchmark(
+        STAGE_TIMES,
+        "python recipes/benchmarks/stage_times.py --lengths FILE",
+        ((PAGE, "stage-times-table", stage_times_report.results_tables),),
+        figures=stage_times_figures,
+        keys={**_COMPOSED, "composed_prediction_error": ""},
+        read=stage_times_report.read_launches,
+        draw=draw_stage_times,
+        pictures=lambda found: ("stage_times.png",),
     ),
     Benchmark(
         TRAINER,
@@ -278,7 +302,10 @@ def summary(results: Mapping[str, Any]) -> str:
         with next(one for one in BENCHMARKS if one.file == CONVERGENCE).damage_named():
             device = next(iter(convergence["runs"].values()))["device"]
             figures = {**convergence_figures(convergence), "on": f"1 x {device} a run"}
-    return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures)
+    composed = results.get(STAGE_TIMES)
+    with next(one for one in BENCHMARKS if one.file == STAGE_TIMES).damage_named():
+        rows = {} if composed is None else measured_report.composed_rows(composed)
+    return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures, rows)
 
 
 def page_text(root: Path, page: str) -> str:

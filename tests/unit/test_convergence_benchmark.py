@@ -1,17 +1,12 @@
-"""The convergence benchmark without training: figures, table and picture of given losses, files, documents' folder."""
+"""How the convergence benchmark is shown: figures, table and picture of given losses."""
 
 import json
-import os
-import signal
-import sys
-import threading
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from hf_wlb.packing import ArraySource, PackingConfig, StepPlanner, measure
 from tests.support.source_tree import REPOSITORY
 
 FOLDER = REPOSITORY / "recipes" / "benchmarks"
@@ -20,11 +15,10 @@ FOLDER = REPOSITORY / "recipes" / "benchmarks"
 @pytest.fixture
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    import convergence
     import convergence_cases
     import convergence_report
 
-    return SimpleNamespace(main=convergence, cases=convergence_cases, report=convergence_report)
+    return SimpleNamespace(cases=convergence_cases, report=convergence_report)
 
 
 @pytest.fixture
@@ -36,7 +30,7 @@ def made_up_run(factor, name, delay=0.0, steps=40):
     """Losses that fall like a power of the tokens, times a factor."""
     tokens = [100] * steps
     losses = [factor * 10 * (step + 1) ** -0.3 for step in range(steps)]
-    evaluations = [[step, 100 * step, losses[step - 1]] for step in (10, 20, 30, steps)]
+    evaluations = [[step, 100 * step, losses[step - 1]] for step in (10, 20, 30, steps) if step <= steps]
     packing = {"delay": delay, "delay_worst": 2 * delay, "token_variation": 0.02, "imbalance": 1.1}
     return {
         "schema": "x",
@@ -50,6 +44,7 @@ def made_up_run(factor, name, delay=0.0, steps=40):
         "packing": packing,
         "delayed_share": delay / 4,
         "evaluations": evaluations,
+        "copying": [[step, 100 * step, 9.0, 9.0 - step / 10] for step in (10, steps)],
         "tokens": tokens,
         "loss": losses,
     }
@@ -61,23 +56,30 @@ def results(modules):
         "sequential": (1.0, 0.0),
         "steady": (0.997, 1.0),
         "wlb": (1.004, 0.5),
-        "sequential, seed 1": (1.001, 0.0),
-        "sequential, seed 2": (0.998, 0.0),
+        "sequential, order 1": (1.001, 0.0),
+        "sequential, order 2": (0.998, 0.0),
     }
     runs = {name: made_up_run(factor, name, delay) for name, (factor, delay) in factors.items()}
+    for run in runs.values():
+        run["evaluations"].insert(0, [0, 0, 8.5])
+    base = made_up_run(1.2, "base", steps=20)
+    base["evaluations"].pop()
+    settings = asdict(modules.cases.Settings())
     found = {
         "schema": modules.cases.SCHEMA,
         "columns": modules.report.COLUMNS,
         "environment": {"date": "2026-01-01", "commit": "abc", "command": "python convergence.py"},
-        "settings": asdict(modules.cases.Settings()),
+        "settings": settings,
         "documents": {
             "documents": 12_345,
             "tokens": 4_000,
             "median": 2_000,
             "longest": 90_000,
             "held_out": [200, 1_000],
+            "base": [3_210, 2_000],
             "sequential_context": 10_944,
         },
+        "base": {**modules.report.without_repetition(base), "settings": settings, "weights": "z"},
         "runs": {name: modules.report.without_repetition(run) for name, run in runs.items()},
     }
     return {**found, "result": modules.report.result(found)}
@@ -94,10 +96,30 @@ def test_differences_and_noise_are_those_of_the_losses(results) -> None:
     assert found["convergence_diff_training"] == pytest.approx(0.003, abs=1e-6)
     assert (found["delay_mean"], found["delay_mean_wlb"], found["delayed_share"]) == (1.0, 0.5, 0.25)
     assert (found["tokens"], found["steps"], found["runs"]) == (4_000, 40, 5)
+    assert (found["base_tokens"], found["base_steps"], found["loss_start"]) == (2_000, 20, 8.5)
+    assert (found["copy_loss_base"], found["copy_loss_base_string"], found["copy_loss_sequential"]) == (7.0, 9.0, 5.0)
+
+
+@pytest.fixture
+def from_scratch(results):
+    """The same without a base."""
+    named = {name.replace("order", "seed"): run for name, run in results["runs"].items()}
+    for run in named.values():
+        del run["evaluations"][0]
+    return {**results, "base": None, "runs": named}
+
+
+def test_runs_from_scratch_have_no_base(from_scratch, report, tmp_path) -> None:
+    found = report.result(from_scratch)
+    assert found["base_steps"] is None and found["copy_loss_base"] is None and found["loss_start"] is None
+    assert found["noise"] == pytest.approx(0.002, abs=1e-6) and found["copy_loss_sequential"] == 5.0
+    table = report.results_table(from_scratch)
+    assert "sequential runs from other initial weights are up to 0.20% apart." in table and "a base of" not in table
+    assert report.draw(from_scratch, tmp_path / "a.png").is_file()
 
 
 def test_without_some_runs_their_figures_are_none(results, report) -> None:
-    del results["runs"]["steady"], results["runs"]["sequential, seed 1"]
+    del results["runs"]["steady"], results["runs"]["sequential, order 1"]
     found = report.result(results)
     assert found["convergence_diff"] is None and found["delay_mean"] is None
     assert found["convergence_diff_wlb"] is not None and found["noise"] == pytest.approx(0.002, abs=1e-6)
@@ -105,6 +127,7 @@ def test_without_some_runs_their_figures_are_none(results, report) -> None:
     assert not report.is_complete({"runs": {"sequential": {}}})
     assert not report.is_complete({"runs": {"steady": {}}})
     assert report.result({"runs": {}})["noise"] is None
+    assert report.result({"runs": {}, "base": results["base"]})["base_tokens"] == 2_000
 
 
 def test_the_final_training_loss_is_a_mean_over_tokens(report) -> None:
@@ -124,7 +147,7 @@ def test_smoothing_keeps_the_mean_over_tokens(report) -> None:
 
 def test_evaluations_are_compared_at_as_many_tokens(results, report) -> None:
     plain = results["runs"]["sequential"]
-    plain["evaluations"] = [[1, 100, 4.0], [4, 400, 2.0]]
+    plain["evaluations"] = [[0, 0, 5.0], [1, 100, 4.0], [4, 400, 2.0]]
     results["runs"]["wlb"]["evaluations"] = [[2, 200, 3.0], [3, 400, 2.2]]
     tokens, values = report.differences(results["runs"], "wlb")
     assert tokens.tolist() == [200.0, 400.0]
@@ -138,6 +161,7 @@ def test_the_json_reads_back_and_has_a_line_a_run(results, report) -> None:
     text = report.json_text(results)
     assert json.loads(text) == json.loads(json.dumps(results))
     assert sum(line.startswith('  "') for line in text.splitlines()) == 5
+    assert sum(line.startswith(' "base": {') for line in text.splitlines()) == 1
     assert '"fingerprint"' not in text and len(text) < 600_000
 
 
@@ -149,7 +173,11 @@ def test_the_table_has_a_row_a_run_and_says_whether_it_holds(results, report) ->
     assert (
         "loss at the end: `steady` 0.30% below and `wlb` 0.40% above that of sequential packing, within 0.5%;" in table
     )
-    assert "up to 0.20% apart" in table and rows[1].startswith("| sequential | 40 | 4,000 | ")
+    assert "with the documents in other orders are up to 0.20% apart" in table
+    assert "a base of 20 steps from scratch over 3,210 other files (2,000 tokens," in table
+    assert "it is 8.5000 before the first step. Copy loss," in table
+    assert "7.00 at the base's end, where the string itself has 9.00; 5.00 at the ends of the runs." in table
+    assert rows[1].startswith("| sequential | 40 | 4,000 | ")
     results["runs"]["wlb"]["evaluations"][-1][2] *= 1.01
     assert ", not within 0.5%;" in report.results_table(results)
     del results["runs"]["sequential"]
@@ -167,7 +195,7 @@ def test_the_table_takes_its_place_in_the_page(report) -> None:
 def test_the_picture_is_drawn_with_and_without_noise(results, report, tmp_path) -> None:
     whole = report.draw(results, tmp_path / "a.png").read_bytes()
     assert whole.startswith(b"\x89PNG") and whole == report.draw(results, tmp_path / "again.png").read_bytes()
-    for name in ("sequential, seed 1", "sequential, seed 2", "wlb"):
+    for name in ("sequential, order 1", "sequential, order 2", "wlb"):
         del results["runs"][name]
     assert report.draw(results, tmp_path / "b.png").read_bytes() != whole
     del results["runs"]["steady"]
@@ -182,132 +210,17 @@ def test_numbers_and_differences_read_well(report) -> None:
     assert shown == ["0.22% below", "0.24% above", "level with", "level with"]
 
 
-def test_both_panels_begin_at_no_tokens_and_legends_cover_nothing(results, report, tmp_path, monkeypatch) -> None:
+def test_panels_begin_at_no_tokens_and_legends_cover_nothing(results, report, tmp_path, monkeypatch) -> None:
     from hf_wlb.plots import style
 
     figures = []
     monkeypatch.setattr(style, "save", lambda figure, path: figures.append(figure))
     report.draw(results, tmp_path / "a.png")
-    for axes in figures[0].axes:
+    words = ("tokens trained, thousands", "tokens trained since the runs part, thousands")
+    for axes, most, label in zip(figures[0].axes, (6.12, 4.08), words, strict=True):
         figures[0].canvas.draw()
-        assert axes.get_xlim() == pytest.approx((0, 4.08)) and axes.get_xlabel() == "tokens trained, thousands"
+        assert axes.get_xlim() == pytest.approx((0, most)) and axes.get_xlabel() == label
         assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
-
-
-# ---- settings, files ----
-
-
-def test_settings_that_cannot_be_are_refused(modules) -> None:
-    with pytest.raises(ValueError, match="lower --warmup"):
-        modules.cases.Settings(steps=100)
-    with pytest.raises(ValueError, match="evaluations must be at least 1, got 0"):
-        modules.cases.Settings(evaluations=0)
-
-
-def test_an_unknown_run_is_refused(modules) -> None:
-    assert [run.name for run in modules.cases.chosen_runs([])][:3] == ["sequential", "steady", "wlb"]
-    assert [run.seed_offset for run in modules.cases.chosen_runs(["wlb", "sequential, seed 2"])] == [0, 2]
-    with pytest.raises(ValueError, match="There is no run 'greedy'; there are sequential; steady"):
-        modules.cases.chosen_runs(["greedy"])
-
-
-def test_files_of_other_settings_or_documents_are_refused(modules, tmp_path) -> None:
-    cases = modules.cases
-    settings, file = cases.QUICK, tmp_path / "steady.json"
-    cases.write_json(file, {"schema": cases.SCHEMA, "settings": asdict(settings), "fingerprint": "a"})
-    assert cases.read_json(file, settings, "a")["fingerprint"] == "a"
-    assert [path.name for path in tmp_path.iterdir()] == ["steady.json"]
-    with pytest.raises(ValueError, match=r"other settings: steps 20 there, 30 now\. Remove it .* another --folder"):
-        cases.read_json(file, replace(settings, steps=30), "a")
-    with pytest.raises(ValueError, match="trained other documents"):
-        cases.read_json(file, settings, "b")
-    with pytest.raises(ValueError, match="another --documents"):
-        cases.read_json(file, replace(settings, seed=1))
-    file.write_text('{"schema": "something else"}')
-    with pytest.raises(ValueError, match="not a file of this benchmark's version"):
-        cases.read_json(file, settings, "a")
-    file.write_text(file.read_text()[:9])
-    with pytest.raises(ValueError, match="cannot be read"):
-        cases.read_json(file, settings, "a")
-
-
-# ---- packing ----
-
-
-def test_documents_come_back_as_they_were_written(modules, tmp_path) -> None:
-    written = [np.arange(n, dtype=np.uint16) + n for n in (3, 1, 5)]
-    assert modules.cases.Documents.save(written, tmp_path / "new") == 9
-    read = modules.cases.Documents(tmp_path / "new")
-    assert len(read) == 3 and [row["length"] for row in read] == [3, 1, 5]
-    assert all((row["input_ids"] == document).all() for row, document in zip(read, written, strict=True))
-
-
-def test_sequential_packing_gets_room_for_as_many_tokens_a_step(modules) -> None:
-    cases = modules.cases
-    settings = replace(cases.Settings(), context_length=512, crossover=96.0)
-    lengths = np.maximum(np.random.default_rng(1).lognormal(4.5, 1.5, 4_000), 1).astype(np.int64)
-    steps = int(lengths.sum()) // settings.tokens_per_step
-
-    def tokens_per_step(packer, context):
-        config = PackingConfig(context, settings.micro_batches, packer=packer, pp_size=4, max_document_tokens=512)
-        return measure(StepPlanner(ArraySource(lengths), settings.workload, config))
-
-    context = cases.matched_context(lengths, settings, steps)
-    matched, steady = tokens_per_step("next-fit", context), tokens_per_step("steady", 512)
-    assert matched.tokens_per_step == pytest.approx(steady.tokens_per_step, rel=0.01)
-    assert tokens_per_step("next-fit", 512).tokens_per_step < 0.97 * steady.tokens_per_step
-    assert matched.delay == 0 and steady.delay > 0 and tokens_per_step("wlb", 512).delay > 0
-
-
-# ---- the command ----
-
-
-def test_the_shown_command_says_file_for_files_and_folder_for_folders(modules) -> None:
-    given = ["--text", "/a/b", "c", "--output", "/d/e.json", "--folder=/f/g", "--doc", "h/i", "--out=x/y", "--quick"]
-    shown = "--text FOLDER c --output FILE --folder=FOLDER --doc FOLDER --out=FILE --quick"
-    assert " ".join(modules.main.shown_words(given)) == shown
-    assert modules.main.shown_words(["--commit", "fix/it", "--use-cpu"]) == ["--commit", "fix/it", "--use-cpu"]
-
-
-def test_ctrl_c_is_a_sentence_and_ends_the_runs(modules, tmp_path, monkeypatch, capsys) -> None:
-    main = modules.main
-    script = tmp_path / "endless.py"
-    script.write_text("import pathlib, sys, time\npathlib.Path(sys.argv[1] + '.on').touch()\ntime.sleep(60)\n")
-    monkeypatch.setattr(main, "RUN", script)
-    about = {"fingerprint": "x", "steps": 20, "tokens": 1}
-    monkeypatch.setattr(main, "documents", lambda *given: about)
-    monkeypatch.setattr(main, "environment", lambda *given: {"commit": "abc"})
-    started = []
-    start = main.start
-    monkeypatch.setattr(main, "start", lambda *given: started.append(start(*given)) or started[-1])
-    folder = tmp_path / "runs"
-
-    def interrupt() -> None:
-        for _ in range(600):
-            if len(list(folder.glob("*.on"))) == 2:
-                break
-            threading.Event().wait(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    words = ["--quick", "--use-cpu", "--gpus", "2", "--folder", str(folder)]
-    monkeypatch.setattr(sys, "argv", ["convergence.py", *words])
-    thread = threading.Thread(target=interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
-    try:
-        thread.start()
-        assert main.main(words) == 130
-    finally:
-        thread.join()
-        signal.signal(signal.SIGINT, before)
-    printed = capsys.readouterr()
-    assert printed.err == "interrupted; the same command goes on\n" and "RESULT" not in printed.out
-    assert len(started) == 2 and all(one.process.returncode == -signal.SIGTERM for one in started)
-
-
-def test_what_a_quick_call_without_a_folder_did_is_lost(modules, monkeypatch, capsys) -> None:
-    def interrupted(*given):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(modules.main, "benchmark", interrupted)
-    assert modules.main.main(["--quick"]) == 130
-    assert "begins anew (--folder keeps the runs that are finished)" in capsys.readouterr().err
+    base, *others = (line for line in figures[0].axes[0].lines if len(line.get_xdata()) > 2)
+    assert max(base.get_xdata()) == 2.0 and len(others) == 5
+    assert all(min(line.get_xdata()) > 2.0 and max(line.get_xdata()) == 6.0 for line in others)

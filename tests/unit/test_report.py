@@ -11,14 +11,19 @@ import pytest
 from tests.support.pages import pages, read_page
 from tests.support.source_tree import REPOSITORY
 from tests.unit.test_end_to_end_benchmark import launch_row, step, text_of
+from tests.unit.test_stage_times_benchmark import lines as stage_time_lines
 from tests.unit.test_trainer_report import trainer_results, two_gpus
 
 FOLDER = REPOSITORY / "recipes" / "benchmarks"
-MODULES = ("report", "measured_report", "trainer_report", "contexts_report", "end_to_end", "end_to_end_cases")
+MODULES = (
+    *("report", "measured_report", "trainer_report", "contexts_report", "stage_times_report"),
+    *("end_to_end", "end_to_end_cases"),
+)
 LABEL = "pp2_128k_fa2"
 WANTED = {
     *("speedup_pp4_128k_fa2", "speedup_pp4_128k_fa4", "speedup_pp2cp2_128k_fa4", "speedup_pp4_64k_fa2"),
     *("speedup_vs_concat_cut", "mfu", "planning_share", "convergence_diff", "mfu_best", "overhead"),
+    *("composed_speedup_pp4_128k_fa2", "composed_speedup_pp4_64k_fa4", "composed_prediction_error"),
 }
 
 
@@ -149,7 +154,7 @@ def test_without_results_everything_is_null_and_said(report, bare, capsys) -> No
     kernel = "--kernel flash-attn-4` measures it"
     assert any(line.startswith("not measured: speedup_pp2cp2_128k_fa4; ") and line.endswith(kernel) for line in said)
     page, readme = (bare / report.PAGE).read_text(), (bare / report.README).read_text()
-    assert page.count("is committed in this version.") == 7
+    assert page.count("is committed in this version.") == 8
     assert "No `trainer.json`, the results of `trainer.py`, is committed" in page
     assert "Not measured in this version: whole steps against Plain-4D (`pp4_128k_fa2`, " in readme
     assert report.main(["--check"], bare) == 0
@@ -188,6 +193,42 @@ def test_results_that_come_later_are_shown_without_a_word(modules, report, bare,
     assert "either way | 1.25% (other initial weights: 2.00%) |  | 1 x GPU a run |" in readme
     (folder / "convergence.png").touch()  # the recorder draws nothing
     assert report.main(["--check"], bare) == 0
+
+
+def test_stage_times_are_shown_for_whole_steps_that_are_not_measured(modules, report, bare, capsys) -> None:
+    folder = bare / report.RESULTS
+    (folder / "stage_times.jsonl").write_text(text_of(*stage_time_lines(modules)))
+    assert report.main([], bare) == 0
+    _, result = last_line(capsys)
+    speedup = result["composed_speedup_pp4_128k_fa2"]
+    assert speedup > 1 and result["composed_prediction_error"] > 0 and result["speedup_pp4_128k_fa2"] is None
+    assert (folder / "stage_times.png").read_bytes().startswith(b"\x89PNG")
+    page, readme = (bare / report.PAGE).read_text(), (bare / report.README).read_text()
+    assert "**pp4_128k_fa2**, 3 rounds, composed" in page
+    made = "stages measured on one NVIDIA H200, put together by 1F1B"
+    row = f"| WLB over Plain-4D, `pp4_128k_fa2`, {made} | {speedup:.3f}x |"
+    assert row in readme and "1 x NVIDIA H200, 3 rounds |" in readme
+    assert "Measured. Rows that are *put together by 1F1B* come from" in readme
+    assert "Not measured in this version: whole steps against Plain-4D (`pp4_128k_fa2`, " in readme
+    assert report.main(["--check"], bare) == 0
+    capsys.readouterr()
+    (folder / "stage_times.png").unlink()
+    assert report.main(["--check"], bare) == 1 and "stage_times.png, drawn from" in capsys.readouterr().out
+
+
+def test_stage_times_make_room_for_whole_steps(modules, report) -> None:
+    text = text_of(*stage_time_lines(modules), *stage_time_lines(modules, name="b", kernel="flash-attn-4"))
+    rows = modules.measured_report.composed_rows(modules.stage_times_report.read_launches(text))
+    assert list(rows) == ["pp4_128k_fa2", "pp4_128k_fa4"]
+    about, *steps = map(json.loads, whole_steps(modules).splitlines())
+    about = {**about, "stage_of_rank": [0, 1, 2, 3], "settings": {**about["settings"], "pp_size": 4}}
+    steps = [{**row, "spans": row["spans"] * 2} for row in steps]
+    launches = report.end_to_end_report.read_launches(text_of(about, *steps))
+    shown = modules.measured_report.summary(launches, None, None, rows)
+    assert "| WLB over Plain-4D, `pp4_128k_fa2` | 3.000x |" in shown
+    assert "`pp4_128k_fa2`, stages measured" not in shown and "`pp4_128k_fa4`, stages measured" in shown
+    others = modules.measured_report.summary(None, None, None, {"pp4_32k_fa2": rows["pp4_128k_fa2"]})
+    assert others == modules.measured_report.summary(None, None, None)
 
 
 def test_two_figures_of_one_name_are_refused(report, copy, monkeypatch, capsys) -> None:

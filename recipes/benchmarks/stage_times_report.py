@@ -1,0 +1,370 @@
+"""Steps of a pipeline put together from times that one GPU measured: composition, figures, tables, a picture. No torch.
+
+A stage's forward of a micro-batch takes as many times one layer's as the stage has layers, with the embedding's on the
+first stage and the head's on the last; the backward likewise. The simulator's own schedule (1F1B) and solver say when
+each runs, and its NVLink how long hidden states are on their way (``CLUSTER``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from end_to_end_cases import VARIANTS, WLB, K
+from end_to_end_report import COMPARED, Launch, _with_interval, best_launches, variant_row
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from readme_table import between_marks, marks
+
+from hf_wlb.plots.style import GREY, INK, quiet, save
+from hf_wlb.simulator.cluster import CLUSTERS, send_seconds
+from hf_wlb.simulator.measured import MeasuredLaunch, read_rounds
+from hf_wlb.simulator.paper import FIGURE_14
+from hf_wlb.simulator.schedules import ScheduleConfig
+from hf_wlb.simulator.step import StepSimulator
+from hf_wlb.simulator.systems import sharder_of
+from hf_wlb.simulator.timeline import OpTimes, Timeline, run_schedule
+from hf_wlb.simulator.validation import step_model
+
+MARKS = marks("stage-times-table")
+#: Whose NVLink hidden states take: of the simulator's presets all Hopper ones have the same.
+CLUSTER = "h100"
+#: What is timed, by the name that a step's line has it under: the part (layer, embedding, head), forward or backward.
+_PARTS = ("layer", "embedding", "head")
+PARTS = {
+    f"{part}_{way}": (place, back)
+    for place, part in enumerate(_PARTS)
+    for back, way in enumerate(("forward", "backward"))
+}
+
+#: What the results hold besides what ``end_to_end_report.COLUMNS`` says, in words.
+COLUMNS = {
+    "composed": "true: seconds were not measured as a whole",
+    "times": "seconds on one GPU by micro-batch, replica by replica as micro_batch_lengths: of one decoder layer "
+    "(backward with its recomputation), of the embedding, of the last norm with head and loss",
+    "seconds": "of the step put together by 1F1B, from the first forward to the last backward; no optimizer",
+    "handover": "of a launch: whose NVLink, and the bytes of a token's hidden states",
+    "devices": "of a launch: that measured; the composed step has pp_size",
+    "peak_gib": "of the one GPU, which holds no stage but one layer, embedding and head",
+    "queue_seconds": "the host's, to queue all layers of the step; wall_seconds: of the whole measurement",
+}
+
+_WHAT = (
+    "Measured on one GPU: one decoder layer (times the layers of a stage), embedding, and head with loss, forward and "
+    "backward, of every micro-batch of the sampled steps. Put together by 1F1B, not measured: sends (the simulator's "
+    "NVLink, without what they take from computing), the clocks of {stages} GPUs at work, and the optimizer, which is "
+    "left out for all variants alike. Whole steps on four GPUs are a separate benchmark, `end_to_end.py`."
+)
+_SHORT = {
+    "speedup": "over Plain-4D",
+    "speedup_vs_concat_cut": "over Plain-4D that cuts",
+    "speedup_vs_fixed": "over Fixed-4D",
+}
+
+Row = Mapping[str, Any]
+
+
+# ---- composition ----
+
+
+def compose(about: Row, step: Row) -> Timeline:
+    """A step on all stages of its slowest replica.
+
+    Args:
+        about: The launch's line: ``stage_layers`` and ``handover``.
+        step: The step's line: ``times`` and ``micro_batch_lengths``.
+
+    Two micro-batches of 1 + 2 s a layer, on stages of 2 and 1 layers, a head of 0.5 + 0.5 s, nothing else:
+
+    >>> times = {name: [[0.0, 0.0]] for name in PARTS}
+    >>> times |= {"layer_forward": [[1.0, 1.0]], "layer_backward": [[2.0, 2.0]]}
+    >>> times |= {"head_forward": [[0.5, 0.5]], "head_backward": [[0.5, 0.5]]}
+    >>> about = {"stage_layers": [2, 1], "handover": {"cluster": "h100", "bytes_per_token": 0}}
+    >>> compose(about, {"times": times, "micro_batch_lengths": [[[5], [3, 2]]]}).seconds
+    14.0
+    """
+    replicas = range(len(step["micro_batch_lengths"]))
+    return max((_replica(about, step, replica) for replica in replicas), key=lambda timeline: timeline.seconds)
+
+
+def _replica(about: Row, step: Row, replica: int) -> Timeline:
+    layers = np.array(about["stage_layers"], dtype=np.float64)
+    passes = []
+    for way in ("forward", "backward"):
+        layer, embedding, head = (np.array(step["times"][f"{part}_{way}"][replica]) for part in _PARTS)
+        taken = np.multiply.outer(layers, layer)  # [stages, micro-batches]
+        taken[0] += embedding
+        taken[-1] += head
+        passes.append(taken[..., None])
+    tokens = [sum(lengths) for lengths in step["micro_batch_lengths"][replica]]
+    send = [[handover_seconds(about, count)] for count in tokens]
+    return run_schedule(ScheduleConfig(), len(layers), OpTimes(passes[0], passes[1], np.array(send)))
+
+
+def handover_seconds(about: Row, tokens: int) -> float:
+    """For hidden states of a micro-batch to the next stage; the slowest hop is the one that counts.
+
+    >>> about = {"stage_layers": [3, 3, 3, 2], "handover": {"cluster": "h100", "bytes_per_token": 4 * 4096}}
+    >>> 0.001 < handover_seconds(about, 131072) < 0.02
+    True
+    """
+    given = about["handover"]
+    cluster = CLUSTERS[given["cluster"]]
+    inside = len(about["stage_layers"]) <= cluster.gpus_per_node
+    return float(send_seconds(cluster, 1 if inside else cluster.gpus_per_node, tokens * given["bytes_per_token"]))
+
+
+def read_launches(text: str) -> list[Launch]:
+    """Reads the lines of a results file; every step is put together anew, on as many devices as it has stages.
+
+    Raises:
+        ValueError: If a step's launch has no line before it, or has whole steps.
+    """
+    return [_composed(about, rounds) for about, rounds in read_rounds(text)]
+
+
+def _composed(about: Row, rounds: Sequence[Mapping[str, Row]]) -> Launch:
+    if not about.get("composed"):
+        raise ValueError(
+            f"Launch {about['launch']} has whole steps, which end_to_end.py shows; stage_times.py puts none together."
+        )
+    found = [{variant: {**step, **_whole(about, step)} for variant, step in steps.items()} for steps in rounds]
+    measured = {"device": about["device"], "devices": about["devices"]}
+    return Launch({**about, "devices": len(about["stage_layers"]), "measured_on": measured}, found)
+
+
+def _whole(about: Row, step: Row) -> dict[str, Any]:
+    """What the end-to-end benchmark would have measured of the step."""
+    timeline = compose(about, step)
+    spans = np.stack([timeline.begins, timeline.ends], axis=2).reshape(timeline.pp_size, -1)
+    work = (timeline.ends - timeline.begins).sum(axis=1)
+    layers = sum(about["stage_layers"])
+    micro_batches = sum(
+        (layers if name.startswith("layer") else 1) * np.array(step["times"][name], dtype=np.float64) for name in PARTS
+    )
+    return {
+        "seconds": timeline.seconds,
+        "spans": spans.tolist(),
+        "bubble": 1 - float(work.sum()) / (timeline.pp_size * timeline.seconds),
+        "slowest": float(micro_batches.max() / micro_batches.mean()),
+    }
+
+
+# ---- figures ----
+
+
+def predictions(launch: Launch) -> tuple[dict[str, float], str]:
+    """What the simulator says a step takes from the first forward to the last backward, the mean, and by what it says.
+
+    By the profile that the launch was planned by, if it was, else by the preset of its kernel.
+
+    Returns:
+        (Seconds by variant, the source); without seconds, why there are none.
+    """
+    measured = MeasuredLaunch.of(launch.about, launch.rounds)
+    try:
+        model = step_model(measured)
+    except ValueError as error:
+        return {}, str(error)
+    found = {}
+    for variant in measured.variants:
+        simulator = StepSimulator(model, sharder_of(variant.system.sharding, 1, measured.workload))
+        found[variant.system.name] = float(
+            np.mean([simulator.step(step.plan).pipeline_seconds for step in variant.steps])
+        )
+    by = "the launch's profile" if model.profile is not None else f"the figures of {model.cluster.name!r}"
+    return found, by
+
+
+def rows_of(launch: Launch) -> dict[str, dict[str, Any]]:
+    """Every variant's figures in a launch with a whole round: those of the end-to-end benchmark, and some more."""
+    predicted, _ = predictions(launch)
+    found = {}
+    for variant in launch.variants:
+        row = variant_row(launch, variant)
+        seconds = float(launch.column(variant, "seconds").mean())
+        said = predicted.get(variant)
+        found[variant] = {
+            **row,
+            "slowest": round(float(launch.column(variant, "slowest").mean()), 4),
+            "bubble": round(
+                float((launch.column(variant, "bubble") * launch.column(variant, "seconds")).mean()) / seconds, 4
+            ),
+            "predicted_seconds": None if said is None else round(said, 4),
+            "prediction_error": None if said is None else round(said / seconds - 1, 4),
+        }
+    return found
+
+
+def summary(launches: Iterable[Launch]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Every variant's figures by label; of a label's launches the one with the most rounds."""
+    return {label: rows_of(launch) for label, launch in best_launches(launches).items()}
+
+
+def result(figures: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
+    """The RESULT line: WLB's speed-ups by label with their intervals, and the largest error of a prediction."""
+    found: dict[str, Any] = {}
+    for label, variants in figures.items():
+        row = variants.get(WLB, {})
+        for _, name in COMPARED:
+            if name in row:
+                found[f"composed_{name}_{label}"] = row[name]
+                found[f"composed_{name}_{label}_interval"] = row[f"{name}_interval"]
+    errors = [
+        abs(row["prediction_error"])
+        for rows in figures.values()
+        for row in rows.values()
+        if row["prediction_error"] is not None
+    ]
+    found["composed_prediction_error"] = max(errors, default=None)
+    return found
+
+
+# ---- shown ----
+
+
+def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> list[str]:
+    """A Markdown table of a configuration's variants, and what was run."""
+    lines = [
+        f"**{label}**, {len(launch.rounds)} rounds, composed",
+        "",
+        "| variant | tokens/s/GPU, whole stream | over Plain-4D | over cut | over Fixed-4D | slowest micro-batch over "
+        "mean | bubble | MFU | step s | predicted s | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in (variant.name for variant in VARIANTS if variant.name in rows):
+        row = rows[name]
+        predicted = row["predicted_seconds"] is not None
+        cells = (
+            name,
+            _with_interval(row, "stream_tokens_per_second_per_gpu", 0),
+            *(_with_interval(row, column, 3) for _, column in COMPARED),
+            f"{row['slowest']:.3f}",
+            f"{row['bubble']:.1%}",
+            "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['step_seconds']:.3f}",
+            f"{row['predicted_seconds']:.3f}" if predicted else "-",
+            f"{row['prediction_error']:+.1%}" if predicted else "-",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    about, settings = launch.about, launch.about["settings"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    predicted, by = predictions(launch)
+    return [
+        *lines,
+        "",
+        f"A {settings['model']} Llama of {settings['layers'] or 'all its'} layers on stages of "
+        f"{', '.join(map(str, about['stage_layers']))}, {settings['micro_batches']} micro-batches of "
+        f"{settings['context_length']:,} tokens a step, measured on {about['measured_on']['devices']} x "
+        f"{about['device']}, lengths `{settings['lengths']}`. "
+        f"{f'Predicted by {by}.' if predicted else f'Not predicted: {by}'} {versions}; {about.get('date', '')}, commit "
+        f"{about.get('commit', '')}; `{about.get('command', '')}`.",
+    ]
+
+
+def context_lines(best: Mapping[str, Launch], figures: Mapping[str, Mapping[str, Row]]) -> list[str]:
+    """WLB over Plain-4D by context, beside the paper's Fig. 14."""
+    lines = ["| context | configuration | WLB over Plain-4D, composed | paper, Fig. 14 |", "|---|---|---|---|"]
+    contexts = sorted((launch.about["settings"]["context_length"], label) for label, launch in best.items())
+    for context, label in contexts:
+        row = figures[label].get(WLB, {})
+        if "speedup" in row:
+            known = f"{FIGURE_14[context]:.2f}" if context in FIGURE_14 else "-"
+            lines.append(f"| {context / K:g}K | {label} | {_with_interval(row, 'speedup', 3)} | {known} |")
+    return lines
+
+
+def configuration_tables(launches: Sequence[Launch]) -> str:
+    """The tables of all configurations, one below the other.
+
+    Raises:
+        ValueError: If there is no launch with a whole round.
+    """
+    best = best_launches(launches)
+    if not best:
+        raise ValueError("The results hold no launch with a whole round: run the benchmark first, or for longer.")
+    figures = summary(launches)
+    lines = [line for label in best for line in (*configuration_lines(label, best[label], figures[label]), "")]
+    return "\n".join([*lines, *context_lines(best, figures)])
+
+
+def results_tables(launches: Sequence[Launch]) -> str:
+    """The tables of docs/results.md and what they say.
+
+    Raises:
+        ValueError: If there is no launch with a whole round.
+    """
+    tables = configuration_tables(launches)
+    stages = sorted({len(launch.about["stage_layers"]) for launch in best_launches(launches).values()})
+    said = _WHAT.format(stages=" or ".join(map(str, stages)))
+    return "\n".join([said, "", tables])
+
+
+def with_table(page: str, table: str) -> str:
+    """The text of docs/results.md with other tables."""
+    return between_marks(page, table, *MARKS)
+
+
+# ---- drawn ----
+
+_COLOURS = {"speedup": "#0072B2", "speedup_vs_concat_cut": "#56B4E9", "speedup_vs_fixed": "#E69F00"}
+
+
+def drawn_speedups(figures: Mapping[str, Mapping[str, Row]]) -> dict[str, dict[str, tuple[float, list[float] | None]]]:
+    """What ``draw`` shows: WLB's speed-ups and their intervals, by label and by what it is compared with."""
+    found = {}
+    for label, rows in figures.items():
+        row = rows.get(WLB, {})
+        own = {name: (row[name], row[f"{name}_interval"]) for _, name in COMPARED if name in row}
+        if own:
+            found[label] = own
+    return found
+
+
+def draw(launches: Iterable[Launch], file: Path) -> Path:
+    """Writes WLB's speed-ups by configuration, with intervals, beside 1.0.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    shown = drawn_speedups(summary(launches))
+    if not shown:
+        raise ValueError("There is no configuration in which WLB and another variant were measured.")
+    names = [name for _, name in COMPARED if any(name in own for own in shown.values())]
+    height = 0.8 / len(names)
+    figure = Figure(figsize=(9, 1.7 + 0.34 * len(names) * len(shown)), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    quiet(axes)
+    axes.set_title(
+        "WLB's speed-up, stage times measured on one GPU and put together by 1F1B", fontsize=11, loc="left", color=INK
+    )
+    ends = [end for own in shown.values() for value, interval in own.values() for end in (value, *(interval or ()))]
+    low, high = min(1.0, *ends), max(1.0, *ends)
+    room = max(high - low, 0.05)
+    for place, name in enumerate(names):
+        for row, own in enumerate(shown.values()):
+            if name not in own:
+                continue
+            value, interval = own[name]
+            y = row + (place - (len(names) - 1) / 2) * height
+            label = _SHORT[name] if row == _first(shown, name) else None
+            axes.barh(y, value - 1, left=1, height=0.9 * height, color=_COLOURS[name], label=label)
+            if interval is not None:
+                errors = [[max(value - interval[0], 0.0)], [max(interval[1] - value, 0.0)]]
+                axes.errorbar(value, y, xerr=errors, color=INK, linewidth=1, capsize=2.5)
+            beside = max(1.0, value, *(interval or ())) + 0.015 * room
+            axes.text(beside, y, f"{value:.3f}", va="center", fontsize=8.5, color=INK)
+    axes.axvline(1.0, color=GREY, linewidth=1)
+    axes.set_xlim(low - 0.05 * room, high + 0.15 * room)
+    axes.set_ylim(len(shown) - 0.45, -0.55)
+    axes.set_yticks(range(len(shown)), list(shown))
+    axes.set_xlabel("tokens per second over the same documents, 95% intervals", color=INK)
+    figure.legend(loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+    return save(figure, file)
+
+
+def _first(shown: Mapping[str, Mapping[str, Any]], name: str) -> int:
+    return next(row for row, own in enumerate(shown.values()) if name in own)

@@ -20,12 +20,36 @@ from hf_wlb.parallel.pipeline.stage import PipelineStage
 Inputs = dict[str, Any]
 
 
+class _Sent(torch.autograd.Function):
+    """A number that stands for hidden states which were sent: its backward hands on the gradient that came for them.
+
+    Nothing keeps the hidden states themselves, [1, tokens, hidden size] of every micro-batch between its forward and
+    its backward: the layers that made them do not need them, and autograd would only look at their shape.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, came: list[torch.Tensor]) -> torch.Tensor:
+        ctx.came = came
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradient_of_zero: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.came.pop(), None
+
+
 @dataclass
 class _InFlight:
-    """A micro-batch between its forward and its backward on this stage."""
+    """A micro-batch between its forward and its backward on this stage.
+
+    Attributes:
+        received: From the stage before; None on the first one.
+        end: The loss on the last stage, elsewhere what stands for the hidden states that were sent.
+        came: Their gradient, once it is there.
+    """
 
     received: torch.Tensor | None
-    output: torch.Tensor
+    end: torch.Tensor
+    came: list[torch.Tensor]
 
 
 class PipelineRunner:
@@ -90,11 +114,11 @@ class PipelineRunner:
                 send = outgoing.pop(way) if sends else None
                 came = self.links.exchange(peer, send, tokens[place] if receives else None)
             if computes_forward:
-                flying[place] = flight = self._forward(micro_batches[place], forward, came)
+                flying[place], output = self._forward(micro_batches[place], forward, came)
                 if self._stage.is_last:
-                    losses.append(flight.output.detach())
+                    losses.append(output)
                 else:
-                    outgoing["hidden states"] = flight.output
+                    outgoing["hidden states"] = output
                 done["forward"] += 1
             elif computes_backward:
                 before_backward(place == len(micro_batches) - 1)
@@ -126,20 +150,28 @@ class PipelineRunner:
         self.links.finish()
         return None
 
-    def _forward(self, inputs: Inputs, forward: Callable[[Inputs], Any], received: torch.Tensor | None) -> _InFlight:
+    def _forward(
+        self, inputs: Inputs, forward: Callable[[Inputs], Any], received: torch.Tensor | None
+    ) -> tuple[_InFlight, torch.Tensor]:
+        """What is kept for backward, and the output, detached."""
         if received is not None:
             received.requires_grad_()
         with self._measure():
             output: torch.Tensor = self._stage.run(forward, inputs, received)
         if self._stage.is_first and not self.links.knows_type:
             self.links.tell_type(output)
-        return _InFlight(received, output)
+        came: list[torch.Tensor] = []
+        # Applied to a tensor without a graph, it is one without a graph.
+        end = output if self._stage.is_last else _Sent.apply(output, came)  # type: ignore[no-untyped-call]
+        return _InFlight(received, end, came), output.detach()
 
     def _backward(self, flight: _InFlight, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of what was received; None on the first stage."""
-        if flight.output.requires_grad:  # else nothing before it is trained
+        if flight.end.requires_grad:  # else nothing before it is trained
+            if gradient is not None:
+                flight.came.append(gradient)
             with self._measure():
-                torch.autograd.backward(flight.output, gradient)
+                torch.autograd.backward(flight.end)
         if flight.received is None:
             return None
         found = flight.received.grad

@@ -198,6 +198,7 @@ def model_that_fits(
     gradient_checkpointing: bool | None = None,
     profile: ProfiledWorkload | None = None,
     compiled: bool = True,
+    stream_bytes: int | None = None,
 ) -> StepModel:
     """A model without gradient checkpointing if it fits so, else with it, whether or not that suffices.
 
@@ -212,6 +213,7 @@ def model_that_fits(
         gradient_checkpointing: Decided by memory if None.
         profile: Measured costs of one rank.
         compiled: Whether element-wise work is counted for fused kernels.
+        stream_bytes: See ``StepModel.of``.
 
     Raises:
         ValueError: As ``StepModel.of`` does.
@@ -226,6 +228,7 @@ def model_that_fits(
             gradient_checkpointing=checkpointing,
             profile=profile,
             compiled=compiled,
+            stream_bytes=stream_bytes,
         )
 
     found = model(bool(gradient_checkpointing))

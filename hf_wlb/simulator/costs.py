@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hf_wlb.sharding import ShardCosts, ShardPlan
 from hf_wlb.sharding.cost import RankCosts
 from hf_wlb.simulator.cluster import Cluster
-from hf_wlb.simulator.counts import GRADIENT_BYTES, NUMBER_BYTES, ModelShape
+from hf_wlb.simulator.counts import GRADIENT_BYTES, NUMBER_BYTES, STREAM_BYTES, ModelShape
 from hf_wlb.simulator.end_of_step import EndOfStep, end_of_step
 from hf_wlb.simulator.exchange import Exchange, count_exchange, exchange_is_sampled
 from hf_wlb.simulator.linear import LinearCosts, LinearCounter, Links
@@ -83,6 +83,7 @@ class StepModel:
         profile: Measured costs of one rank; None where all are counted.
         shape: Counts of the model.
         linear: Linear work of a token on one rank.
+        stream_bytes: Of one number of the hidden states between layers, as they are kept and sent.
     """
 
     config: Any
@@ -95,6 +96,7 @@ class StepModel:
     profile: ProfiledWorkload | None
     shape: ModelShape
     linear: LinearCosts
+    stream_bytes: int
 
     @classmethod
     def of(
@@ -108,6 +110,7 @@ class StepModel:
         layout: StageLayout | None = None,
         profile: ProfiledWorkload | None = None,
         compiled: bool = True,
+        stream_bytes: int | None = None,
     ) -> StepModel:
         """Count what there is to count, and read the rest off the profile.
 
@@ -123,6 +126,8 @@ class StepModel:
             layout: Which stage holds which layers; None has them cost as much as they can alike.
             profile: Measured on one rank with the split's ``tp_size``; read as ``gradient_checkpointing`` says.
             compiled: Whether layers are compiled; says how element-wise work is counted.
+            stream_bytes: Of one number of the hidden states between layers; None for what ``WLBTrainer`` has with
+                ``bf16``: float32 (``STREAM_BYTES``), or bf16 under FSDP.
 
         Raises:
             ValueError: If the model cannot be counted or split so, the layout is for other stages or layers, the
@@ -156,6 +161,7 @@ class StepModel:
             profile,
             shape,
             counter.costs(profile),
+            stream_bytes or (NUMBER_BYTES if split.fsdp else STREAM_BYTES),
         )
         if layout is None:
             return replace(made, layout=made.stage_costs.layout(split.pp_size)) if split.pp_size > 1 else made
@@ -348,7 +354,8 @@ class StepModel:
             return 0.0
         stride, node = self.split.pp_stride, self.cluster.gpus_per_node
         crosses = stride * self.split.pp_size > node
-        return self.links.send(max(stride, node) if crosses else stride, tokens * self.shape.hidden * NUMBER_BYTES)
+        size = tokens * self.shape.hidden * self.stream_bytes
+        return self.links.send(max(stride, node) if crosses else stride, size)
 
     @cached_property
     def _sharded(self) -> tuple[FloatArray, FloatArray]:

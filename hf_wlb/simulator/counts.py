@@ -28,7 +28,10 @@ from hf_wlb.simulator.split import text_config
 from hf_wlb.workload import count_model
 from hf_wlb.workload.model_config import LayerCount
 
-NUMBER_BYTES = 2  # bf16: hidden states, keys and values, matrices as they are multiplied
+NUMBER_BYTES = 2  # bf16: keys and values, matrices as they are multiplied, and hidden states where these are bf16 too
+STREAM_BYTES = 4
+"""Of hidden states between layers under autocast: embeddings of float32 weights are float32, and what layers add to
+them does not change that. FSDP2 casts parameters instead, so that they are bf16."""
 GRADIENT_BYTES = 4  # gradients are kept and summed in float32, see hf_wlb.parallel.data_parallel
 
 CAST_BYTES = 6

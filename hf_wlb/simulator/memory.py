@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_wlb.simulator.counts import NUMBER_BYTES
-
 if TYPE_CHECKING:
     from hf_wlb.simulator.costs import StepModel
 
@@ -64,12 +62,12 @@ def layer_token_bytes(hidden: int, ffn: float, keys: float, tp_size: int) -> flo
 
 
 def activation_bytes(
-    hidden: int, layers: list[float], live_tokens: float, largest_tokens: float, *, recomputation: bool
+    stream: float, layers: list[float], live_tokens: float, largest_tokens: float, *, recomputation: bool
 ) -> float:
     """Activations of the micro-batches that a stage has in flight.
 
     Args:
-        hidden: Width of the residual stream.
+        stream: Bytes of a token's hidden states between layers.
         layers: What every layer of the stage keeps of a token, see ``layer_token_bytes``.
         live_tokens: Of the micro-batches whose activations are held, on one rank.
         largest_tokens: Of the largest of them.
@@ -77,7 +75,7 @@ def activation_bytes(
     """
     if not recomputation:
         return live_tokens * sum(layers)
-    return live_tokens * NUMBER_BYTES * hidden * len(layers) + largest_tokens * max(layers)
+    return live_tokens * stream * len(layers) + largest_tokens * max(layers)
 
 
 def exchanged_bytes(keys: float, tp_size: int, tokens: float) -> float:
@@ -124,7 +122,11 @@ def stage_memory(model: StepModel, stage: int, live_tokens: float, largest_token
         states=STATE_BYTES * parameters / (shards * tp_size),
         gathered=working_weight_bytes(largest_layer + ends, tp_size, sharded=split.fsdp),
         activations=activation_bytes(
-            shape.hidden, kept, live_tokens, largest_tokens, recomputation=model.gradient_checkpointing
+            model.stream_bytes * shape.hidden,
+            kept,
+            live_tokens,
+            largest_tokens,
+            recomputation=model.gradient_checkpointing,
         ),
         exchange=exchanged_bytes(max(keys), tp_size, largest_tokens * split.cp_size) if split.cp_size > 1 else 0.0,
     )

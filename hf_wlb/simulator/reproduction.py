@@ -19,6 +19,7 @@ from hf_wlb.sharding import ShardCosts
 from hf_wlb.simulator.cluster import CLUSTERS, Cluster
 from hf_wlb.simulator.comparison import BASELINE, CUT, Comparison, SortedPlans, compare, model_that_fits
 from hf_wlb.simulator.costs import StepModel
+from hf_wlb.simulator.counts import NUMBER_BYTES
 from hf_wlb.simulator.paper import (
     CONFIGURATIONS,
     FIGURE_13,
@@ -125,7 +126,7 @@ class Setup:
         )
 
     def model(self, configuration: Configuration) -> StepModel:
-        """What prices micro-batches of a configuration."""
+        """What prices micro-batches of a configuration; the paper's framework has all hidden states in bf16."""
         return model_that_fits(
             configuration.shape,
             split_of(configuration),
@@ -133,6 +134,7 @@ class Setup:
             context_length=configuration.context_length,
             gradient_checkpointing=self.gradient_checkpointing,
             compiled=self.compiled,
+            stream_bytes=NUMBER_BYTES,
         )
 
     def compare(self, configuration: Configuration, systems: Iterable[System], tell: Tell = _nothing) -> Comparison:

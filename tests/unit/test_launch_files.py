@@ -164,7 +164,7 @@ def test_stages_by_hand() -> None:
     """The first of two holds a large and an average micro-batch, and more layers where it is told so."""
     memory = load_recipe("memory")
     first, last = memory.estimate(config_of("8B"), Split(pp_size=2), context_length=65536, stage_layers=[20, 12])
-    kept, working = 2 * 4096, 81920 * 200_704
+    kept, working = 4 * 4096, 81920 * 200_704
     assert first.activations == pytest.approx((81920 + 65536) * kept * 20 + working)
     assert last.activations == pytest.approx(81920 * kept * 12 + working)
     layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)

@@ -149,11 +149,13 @@ def test_the_exchange_is_what_was_measured_on_four_gpus() -> None:
 
 def test_hidden_states_are_sent_over_the_slowest_hop() -> None:
     plan = per_document(LENGTHS, 1)
-    size = LENGTHS.sum() * 16
+    size = LENGTHS.sum() * 8 * 4  # float32
     assert model(Split()).micro_batch(plan).send == 0
     assert model(Split(pp_size=4)).micro_batch(plan).send == pytest.approx(size / 50)
     wide = Split(pp_size=4, tp_size=2)  # the second and the third stage are in different nodes
     assert model(wide).micro_batch(plan).send == pytest.approx(size / 10)
+    shared = Split(pp_size=2, dp_size=2, fsdp=True)  # bf16
+    assert model(shared).micro_batch(plan).send == pytest.approx(size / 2 / 50)
 
 
 @pytest.mark.parametrize("constant", ASSUMED)

@@ -40,9 +40,12 @@ def test_stages_by_hand() -> None:
     assert middle.states == 16 * 11 * LAYER / 2
     assert last.states == 16 * (9 * LAYER + VOCABULARY) / 2
     assert (first.gathered, middle.gathered) == (LAYER + VOCABULARY, LAYER)
-    # Per layer and token: 18 h + (8 f + 4 k) / 2 while it is computed, 2 h that is kept.
+    # Per layer and token: 18 h + (8 f + 4 k) / 2 while it is computed, h in float32 that is kept.
     working = 20_000 * (18 * 4096 + (8 * 14_336 + 4 * 1024) / 2)
-    assert middle.activations == pytest.approx(50_000 * 2 * 4096 * 11 + working)
+    assert middle.activations == pytest.approx(50_000 * 4 * 4096 * 11 + working)
+    shared = model(Split(cp_size=2, pp_size=2, dp_size=2, fsdp=True), layout=StageLayout((0, 16, 32)))
+    in_bf16 = stage_memory(shared, 0, 50_000, 20_000).activations
+    assert in_bf16 == pytest.approx(50_000 * 2 * 4096 * 16 + 20_000 * 200_704)
     assert middle.exchange == pytest.approx(12 * 1024 / 2 * 40_000)
     assert first.overhead == OVERHEAD_BYTES
     kept = model(Split(pp_size=2), gradient_checkpointing=False, layout=StageLayout((0, 16, 32)))

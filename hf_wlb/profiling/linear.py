@@ -54,7 +54,7 @@ class LinearBench:
     Attributes:
         config: Of the model.
         device: Where.
-        dtype: Of weights and hidden states.
+        dtype: To compute in, see ``ModelPieces``.
         mesh: This process's place: its ``tp_size`` ranks share every matrix, and must do everything here together.
         fused_loss: See ``choose_fused_loss``.
         timer: How to time; None for ``forward_backward_seconds``.

@@ -1,10 +1,13 @@
 """A model in pieces: one layer, what comes before the first one, what comes after the last one.
 
-Each is cut out of the model as a stage is and run by the model's own code over one micro-batch. Weights are random.
+Each is cut out of the model as a stage is and run by the model's own code over one micro-batch, in types as in training
+with ``bf16``: half precision is computed in by autocast, and weights, gradients and hidden states are float32. Weights,
+hidden states and gradients are random: numbers that are all alike take a GPU less power, hence less time.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +51,9 @@ def micro_batch(
     return {**moved, "wlb_shard": shard.to(device), "wlb_context": context}
 
 
+_HALF = (torch.bfloat16, torch.float16)
+
+
 class _ArgumentsTaken(Exception):  # noqa: N818 # no error: it ends a forward pass whose rest is not needed
     pass
 
@@ -88,7 +94,7 @@ class ModelPieces:
     Attributes:
         config: Of the whole model.
         device: Where.
-        dtype: Of weights and hidden states.
+        dtype: To compute in.
         inputs: Of the whole model, see ``micro_batch``.
         mesh: This process's place, for the ranks that share every matrix; they must make and run pieces together.
         compiled: Whether layers are compiled, as with ``torch_compile``.
@@ -132,19 +138,21 @@ class ModelPieces:
 
         def forward() -> torch.Tensor:
             given = hidden.detach().requires_grad_()
-            out = layer(given, *args[1:], **kwargs) if args else layer(**{**kwargs, "hidden_states": given})
+            with self._computing():
+                out = layer(given, *args[1:], **kwargs) if args else layer(**{**kwargs, "hidden_states": given})
             return torch.as_tensor(out)
 
-        return Piece(forward, torch.ones_like(hidden))
+        return Piece(forward, self._hidden(seed=1))
 
     def before(self) -> Piece:
         """What comes before the first layer."""
         stage, _, _ = self._once("before", lambda: self._stage(lambda count: range(0)))
 
         def forward() -> torch.Tensor:
-            return torch.as_tensor(stage.run(lambda given: stage.model(**given), self.inputs, None))
+            with self._computing():
+                return torch.as_tensor(stage.run(lambda given: stage.model(**given), self.inputs, None))
 
-        return Piece(forward, torch.ones_like(self._hidden()))
+        return Piece(forward, self._hidden(seed=1))
 
     def after(self, fused_loss: str) -> Piece:
         """What comes after the last layer, to the loss."""
@@ -158,7 +166,11 @@ class ModelPieces:
             with head_loss.enabled():
                 return torch.as_tensor(stage.model(**given).loss)
 
-        return Piece(lambda: stage.run(loss, self.inputs, hidden.detach().requires_grad_()))
+        def forward() -> torch.Tensor:
+            with self._computing():
+                return torch.as_tensor(stage.run(loss, self.inputs, hidden.detach().requires_grad_()))
+
+        return Piece(forward)
 
     def _head_loss(self, model: PreTrainedModel, shards: Mapping[str, TensorShard], fused_loss: str) -> HeadLoss | None:
         """As the trainer computes the loss; None for as the model does."""
@@ -194,13 +206,24 @@ class ModelPieces:
 
     def _skeleton(self) -> PreTrainedModel:
         register()
-        return skeleton(self.config, dtype=self.dtype, attn_implementation=IMPLEMENTATION)
+        return skeleton(self.config, dtype=self._kept_in, attn_implementation=IMPLEMENTATION)
 
-    def _hidden(self) -> torch.Tensor:
-        """Random hidden states [1, tokens, hidden size], always the same."""
+    @property
+    def _kept_in(self) -> torch.dtype:
+        """The type of weights, gradients and hidden states."""
+        return torch.float32 if self.dtype in _HALF else self.dtype
+
+    def _computing(self) -> contextlib.AbstractContextManager[Any]:
+        """What Accelerate wraps a model's forward in."""
+        if self.dtype not in _HALF:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def _hidden(self, seed: int = 0) -> torch.Tensor:
+        """Random hidden states [1, tokens, hidden size], or gradients of them; the same ones for a seed."""
         tokens, width = self.inputs["input_ids"].shape[1], self.config.get_text_config().hidden_size
-        generator = torch.Generator(self.device).manual_seed(0)
-        return torch.randn(1, tokens, width, generator=generator, device=self.device, dtype=self.dtype)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(1, tokens, width, generator=generator, device=self.device, dtype=self._kept_in)
 
     def _arguments(self, stage: PipelineStage, layer: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model gives a layer."""
@@ -213,7 +236,7 @@ class ModelPieces:
         handle = layer.register_forward_pre_hook(take, with_kwargs=True)
         stage.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._computing():
                 stage.run(lambda given: stage.model(**given), self.inputs, None if stage.is_first else self._hidden())
         except _ArgumentsTaken:
             return taken[0]

@@ -51,7 +51,7 @@ class ProfileOptions:
         seconds: For everything, about; the shapes that are measured go by it.
         longest: Tokens of the longest document.
         tp_size: Ranks that share every matrix; as many processes must run, or a multiple.
-        dtype: Of weights, hidden states and attention.
+        dtype: Of attention, and to compute all else in, see ``ModelPieces``.
         kernel: Name of the attention kernel; None for the one that the trainer would choose.
         fused_loss: See ``choose_fused_loss``.
         quick: To try it out: few shapes, measured twice; says little about the device.

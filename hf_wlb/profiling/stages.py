@@ -53,7 +53,7 @@ def measure_stage_costs(
         lengths: document lengths of the micro-batch in tokens, integers of shape ``(documents,)``.
         context_length: in place of ``lengths``: tokens of a micro-batch of ``typical_lengths``.
         device: where; of several GPUs the current one.
-        dtype: of weights and hidden states.
+        dtype: to compute in, see ``ModelPieces``.
         fused_loss: how the loss is computed, as the trainer's argument of that name, see ``choose_fused_loss``.
         attention_kernel: name of the kernel; None for the one that the trainer would choose.
         gradient_checkpointing: whether every layer's forward runs a second time in the backward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import torch
 PairTimer = Callable[[Callable[[], Any], Callable[[Any], object]], tuple[float, float]]
 """Seconds of a forward, and of the backward that takes what the forward gave; may call both any number of times."""
 
-#: Cycles a millisecond of waiting takes, at least: no GPU's clock is faster.
-_CYCLES_PER_MS = 2_000_000
+#: Of the square matrices that a GPU multiplies while it is kept busy, and how many products fill a millisecond: an H200
+#: takes 1.5 ms each; where they are faster, the host has less time ahead.
+_BUSY_SIZE, _BUSY_PER_MS = 8192, 0.7
 _FEWEST_REPEATS = 3
 
 
@@ -22,7 +24,8 @@ class Stopwatch:
 
     On a GPU these are events on the current stream. Each start first keeps the GPU busy for ``ahead_ms``, while the
     host queues what is to be timed: the time to launch kernels is then hidden, as it is in training, where the host
-    runs ahead of the GPU. On other devices it is the host's clock.
+    runs ahead of the GPU. Busy with matrix products, so that its clock is that of a GPU at work. On other devices it is
+    the host's clock.
 
     Args:
         device: The device that works.
@@ -36,15 +39,19 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, ahead_ms: float = 5.0) -> None:
         self._on_gpu = device.type == "cuda"
-        self._cycles = int(ahead_ms * _CYCLES_PER_MS)
+        self._products = math.ceil(ahead_ms * _BUSY_PER_MS) if self._on_gpu else 0
+        if self._products:
+            factor = torch.randn(_BUSY_SIZE, _BUSY_SIZE, device=device, dtype=torch.bfloat16)
+            self._busy_with = factor, torch.empty_like(factor)
         self._begun = 0.0
         self._seconds: list[float] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self, meet: Callable[[], None] | None = None) -> None:
         """Begin; ``meet`` is what makes processes begin together, queued right before."""
-        if self._on_gpu and self._cycles:
-            torch.cuda._sleep(self._cycles)
+        for _ in range(self._products):
+            factor, product = self._busy_with
+            torch.mm(factor, factor, out=product)
         if meet is not None:
             meet()
         if self._on_gpu:

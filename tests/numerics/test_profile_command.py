@@ -93,6 +93,38 @@ def test_linear_work_is_the_layers_matrices_and_no_attention() -> None:
         assert real > found["linear"][1][bare] * 1.05
 
 
+class TypedCopy(CopyKernel):
+    """Keeps the types of what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def fill_gradients(self, gradients: Any, sources: Any) -> None:
+        self.types |= {tensor.dtype for tensor in (*gradients, *sources)}
+        super().fill_gradients(gradients, sources)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_half_precision_is_computed_in_by_autocast_as_the_trainer_does(dtype: torch.dtype) -> None:
+    """Attention sees the type, while weights, their gradients and hidden states are float32; numbers are random."""
+    kernel = TypedCopy()
+    inputs = micro_batch(tiny(), np.array([40, 24]), CPU, AttentionContext(kernel=kernel))
+    kept: dict[Any, Any] = {}
+    pieces = ModelPieces(tiny(), CPU, dtype, inputs, kept=kept)
+    for piece in (pieces.before(), pieces.layer(0), pieces.after("chunked")):
+        out = piece.forward()
+        assert out.dtype == torch.float32
+        piece.backward(out)
+        if piece.gradient is not None:
+            assert piece.gradient.dtype == torch.float32 and float(piece.gradient.std()) > 0.9
+    assert kernel.types == {dtype}
+    for made in kept.values():
+        for parameter in made.stage.model.parameters():
+            assert parameter.dtype == torch.float32
+            assert parameter.grad is None or parameter.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("name", "softcap"),
     [("gemma2", True), ("gemma3", False), ("deepseek_v3, latent", False)],

@@ -7,7 +7,9 @@ each runs, and its NVLink how long hidden states are on their way (``CLUSTER``).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from readme_table import between_marks, marks
 
+from hf_wlb.analysis.simulation import committed_profile
 from hf_wlb.plots.style import GREY, INK, quiet, save
 from hf_wlb.simulator.cluster import CLUSTERS, send_seconds
 from hf_wlb.simulator.measured import MeasuredLaunch, read_rounds
@@ -158,14 +161,23 @@ def _whole(about: Row, step: Row) -> dict[str, Any]:
 def predictions(launch: Launch) -> tuple[dict[str, float], str]:
     """What the simulator says a step takes from the first forward to the last backward, the mean, and by what it says.
 
-    By the profile that the launch was planned by, if it was, else by the preset of its kernel.
+    By the committed profile of its model and kernel, which was not measured in the launch; else by the one that the
+    launch was planned by, if it was, or by the preset of its kernel.
 
     Returns:
         (Seconds by variant, the source); without seconds, why there are none.
     """
-    measured = MeasuredLaunch.of(launch.about, launch.rounds)
+    committed = committed_profile(MeasuredLaunch.of(launch.about, launch.rounds))
+    return _predicted(json.dumps([launch.about, launch.rounds]), None if committed is None else committed.fingerprint)
+
+
+@lru_cache(maxsize=64)
+def _predicted(launch: str, fingerprint: object) -> tuple[dict[str, float], str]:
+    """Several tables ask for the same, which takes a second a launch; another committed profile is another question."""
+    measured = MeasuredLaunch.of(*json.loads(launch))
+    committed = committed_profile(measured) if fingerprint is not None else None
     try:
-        model = step_model(measured)
+        model = step_model(measured, profile=committed)
     except ValueError as error:
         return {}, str(error)
     found = {}
@@ -174,8 +186,9 @@ def predictions(launch: Launch) -> tuple[dict[str, float], str]:
         found[variant.system.name] = float(
             np.mean([simulator.step(step.plan).pipeline_seconds for step in variant.steps])
         )
-    by = "the launch's profile" if model.profile is not None else f"the figures of {model.cluster.name!r}"
-    return found, by
+    if committed is not None:
+        return found, f"`profile_{measured.model}_{measured.kernel}.json`, measured by itself"
+    return found, "the launch's profile" if model.profile is not None else f"the figures of {model.cluster.name!r}"
 
 
 def rows_of(launch: Launch) -> dict[str, dict[str, Any]]:

@@ -55,11 +55,11 @@ class Settings:
         fused_loss: How the loss is computed, see ``WLBTrainingArguments``.
     """
 
-    base_steps: int = 4_000
-    base_context_length: int = 2_048
-    base_tokens_per_step: int = 8_192
+    base_steps: int = 3_000
+    base_context_length: int = 8_192
+    base_tokens_per_step: int = 32_768
     base_learning_rate: float = 1e-3
-    steps: int = 2_000
+    steps: int = 1_500
     context_length: int = 8_192
     micro_batches: int = 4
     crossover: float = 1_536.0

@@ -22,8 +22,7 @@ COLUMNS = {
     "loss": "a value a step: the mean loss over its tokens",
     "tokens": "a value a step: tokens trained in it",
     "evaluations": "steps done, tokens trained by then, mean loss over the tokens of the held-out documents, which are "
-    "packed in the same way for all runs; the base's are the first of them, split at its own longest document, "
-    "shorter than the runs'",
+    "packed in the same way for all runs; the base's are the first of them, split at its own longest document",
     "copying": "steps done, tokens trained by then, mean loss on strings of random tokens, and on their repetitions "
     "right behind them (the copy loss): a model that copies from its context knows these",
     "base": "the run whose weights all others start from, with the settings that it had; null for runs from scratch",

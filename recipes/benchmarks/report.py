@@ -27,6 +27,7 @@ import end_to_end_report
 import measured_report
 import packing
 import packing_report
+import pilot_report
 import simulated_paper
 import stage_times
 import stage_times_report
@@ -181,7 +182,7 @@ class Benchmark:
         return {**dict.fromkeys(self.keys), **{key: value for key, value in figures.items() if value is not None}}
 
 
-END_TO_END, STAGE_TIMES = "end_to_end.jsonl", "stage_times.jsonl"
+END_TO_END, PILOT, STAGE_TIMES = "end_to_end.jsonl", "end_to_end_pilot.jsonl", "stage_times.jsonl"
 TRAINER, CONVERGENCE = "trainer.json", "convergence.json"
 _SHARDING = "torchrun --nproc_per_node 4 recipes/benchmarks/context_parallel.py --lengths FILE"
 _SHARDING_KEYS = (
@@ -224,6 +225,14 @@ BENCHMARKS = (
         keys={**_WHOLE_STEPS, **dict.fromkeys(("speedup_vs_concat_cut", "mfu", "planning_share"), "")},
         read=end_to_end_report.read_launches,
         draw=draw_timelines,
+    ),
+    Benchmark(
+        PILOT,
+        f"python recipes/benchmarks/end_to_end.py --lengths FILE --output {(RESULTS / PILOT).as_posix()}",
+        ((PAGE, "pilot-table", pilot_report.results_table),),
+        figures=pilot_report.figures,
+        keys=dict.fromkeys(("prediction_error", "schedule_error"), ""),
+        read=pilot_report.read_checks,
     ),
     Benchmark(
         STAGE_TIMES,

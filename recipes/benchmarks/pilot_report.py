@@ -1,0 +1,62 @@
+"""The four-GPU pilot in Markdown: measured steps beside simulated ones, for docs/results.md. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_wlb.analysis.simulation import committed_profile
+from hf_wlb.simulator.measured import MeasuredLaunch, read_measured
+from hf_wlb.simulator.validation import LaunchCheck, check_launch, step_model
+
+_WHAT = (
+    "Steps of a pilot, from all ranks' common beginning to the end of the slowest one, against the same documents "
+    "simulated. *Predicted* is by the profile of the model and kernel (`results/profile_*.json`), measured on one GPU "
+    "in another run, or else by the kernel's preset; *of its spans* is the step put together by 1F1B of the forwards "
+    "and backwards as they were measured in it, with simulated sends: what it lacks is the schedule's error alone. "
+    "The pilot was packed by a profile that was measured wrongly, and is short: its speeds say nothing about packers."
+)
+
+
+def read_checks(text: str) -> list[tuple[MeasuredLaunch, LaunchCheck]]:
+    """The launches of a results file of ``end_to_end.py``, and how far they are from their simulation.
+
+    Raises:
+        ValueError: If it cannot be read or simulated.
+    """
+    launches = read_measured(text)
+    return [(one, check_launch(one, step_model(one, profile=committed_profile(one)))) for one in launches]
+
+
+def results_table(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> str:
+    """A row for every launch and variant, and what the columns are."""
+    lines = [
+        _WHAT,
+        "",
+        "| split, context, kernel | variant | steps | measured s | predicted s | error | of its spans |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for launch, check in checks:
+        where = f"{launch.split.label}, {launch.context_length // 1024}K, {launch.kernel}"
+        for variant in check.variants:
+            spans = "" if variant.composed is None else f"{variant.composed / variant.measured - 1:+.1%}"
+            lines.append(
+                f"| {where} | {variant.name} | {variant.steps} | {variant.measured:.3f} | {variant.predicted:.3f} | "
+                f"{variant.error:+.1%} | {spans} |"
+            )
+    first = checks[0][0]
+    lines += [
+        "",
+        f"A {first.model} Llama of {first.config.num_hidden_layers} layers on {first.split.gpus} x {first.device}.",
+    ]
+    return "\n".join(lines)
+
+
+def figures(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> Mapping[str, Any]:
+    """The largest error of a prediction, and of a step put together of its own spans."""
+    variants = [variant for _, check in checks for variant in check.variants]
+    composed = [abs(one.composed / one.measured - 1) for one in variants if one.composed is not None]
+    return {
+        "prediction_error": round(max(check.worst_error for _, check in checks), 4),
+        "schedule_error": round(max(composed), 4) if composed else None,
+    }

@@ -95,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--fsdp", action="store_true", help="Share parameters out.")
     parser.add_argument("--no_recomputation", action="store_true", help="Without gradient_checkpointing.")
     args = parser.parse_args(argv)
-    copies = args.dp_replicate_size if args.fsdp else 1
+    if args.dp_replicate_size != 1 and not args.fsdp:
+        parser.error("--dp_replicate_size says how many copies FSDP keeps: give --fsdp, too, or leave it out")
+    copies = args.dp_replicate_size
     sizes = {"pp_size": args.pp_size, "cp_size": args.cp_size, "tp_size": args.tp_size, "dp_replicate_size": copies}
     wrong = [f"--{name} {size}" for name, size in sizes.items() if size < 1]
     if wrong:

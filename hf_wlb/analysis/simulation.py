@@ -46,8 +46,8 @@ from hf_wlb.workload import ProfiledWorkload
 
 SCHEMA = "hf_wlb.simulated_paper/1"
 FILE = "simulated_paper.json"
-_COMMITTED = Path(__file__).resolve().parents[2] / "recipes/benchmarks/results"
 """What the results are called in their folder."""
+_COMMITTED = Path(__file__).resolve().parents[2] / "recipes/benchmarks/results"
 FLAT_LIMIT = 32 * 1024
 """Where documents of the built-in sampler are cut to have a mix with a lighter tail."""
 FAST_KERNEL = "h100-flash-attn-4"
@@ -263,7 +263,7 @@ def committed_results() -> list[Path]:
 
 
 def committed_profile(launch: MeasuredLaunch) -> ProfiledWorkload | None:
-    """The profile in this repository of a launch's model, attention kernel and kind of layers, if there is one.
+    """The profile in this repository of a launch's model, attention kernel, device and layers, if there is one.
 
     It was not measured in the launch, so what it predicts of it is a prediction.
 
@@ -274,7 +274,8 @@ def committed_profile(launch: MeasuredLaunch) -> ProfiledWorkload | None:
     if launch.split.tp_size > 1 or not file.is_file():
         return None
     profile = ProfiledWorkload.load(file)
-    return profile if profile.compiled == launch.compiled else None
+    fits = profile.compiled == launch.compiled and profile.profile.metadata.get("device") == launch.device
+    return profile if fits else None
 
 
 def flat_lengths(data: str | None, seed: int) -> LengthSource:

@@ -161,7 +161,7 @@ class StepModel:
             profile,
             shape,
             counter.costs(profile),
-            stream_bytes or (NUMBER_BYTES if split.fsdp else STREAM_BYTES),
+            (NUMBER_BYTES if split.fsdp else STREAM_BYTES) if stream_bytes is None else stream_bytes,
         )
         if layout is None:
             return replace(made, layout=made.stage_costs.layout(split.pp_size)) if split.pp_size > 1 else made

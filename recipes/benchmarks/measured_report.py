@@ -25,8 +25,10 @@ _SPEED_UPS = (
     "in one launch (split, context, attention kernel); intervals by resampling its rounds, where there are 3 or more."
 )
 _COMPOSED = (
-    "Rows that are *put together by 1F1B* come from every micro-batch's layer and head times on one GPU: neither what "
-    "sends take from computing nor the clocks of several GPUs at work nor the optimizer was measured."
+    "Rows that are *put together by 1F1B* come from every micro-batch's layer and head times on one GPU: neither "
+    "what sends take from computing nor the clocks of several GPUs at work nor the optimizer was measured; all "
+    "configurations, and what else there is to know of them, are in [results](docs/results.md#stages-measured-on- "
+    "one-gpu)."
 )
 
 Row = tuple[str, str, str, str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hf_wlb.analysis.simulation import committed_profile
@@ -18,8 +19,11 @@ _WHAT = (
 )
 
 
+@lru_cache(maxsize=1)
 def read_checks(text: str) -> list[tuple[MeasuredLaunch, LaunchCheck]]:
     """The launches of a results file of ``end_to_end.py``, and how far they are from their simulation.
+
+    Kept, for the simulation takes seconds and is asked for several times.
 
     Raises:
         ValueError: If it cannot be read or simulated.

@@ -180,7 +180,7 @@ def print_results(output: Path) -> None:
     launches = show.read_launches(output.read_text(encoding="utf-8"))
     figures = show.summary(launches)
     print(show.configuration_tables(launches), "\n")
-    if any(show.WLB in variants for variants in figures.values()):
+    if show.drawn_speedups(figures):
         show.draw(launches, output.with_suffix(".png"))
     print("RESULT", json.dumps(show.result(figures)), flush=True)
 

@@ -55,10 +55,18 @@ COLUMNS = {
 }
 
 _WHAT = (
-    "Measured on one GPU: one decoder layer (times the layers of a stage), embedding, and head with loss, forward and "
-    "backward, of every micro-batch of the sampled steps. Put together by 1F1B, not measured: sends (the simulator's "
-    "NVLink, without what they take from computing), the clocks of {stages} GPUs at work, and the optimizer, which is "
-    "left out for all variants alike. Whole steps on four GPUs are a separate benchmark, `end_to_end.py`."
+    "Measured on one GPU: one decoder layer (times the layers of a stage), embedding, and head with loss, forward "
+    "and backward, of every micro-batch of the sampled steps. Put together by 1F1B, not measured: sends (the "
+    "simulator's NVLink, without what they take from computing), the clocks of {stages} GPUs at work, and the "
+    "optimizer, which is left out for all variants alike. Whole steps on four GPUs are a separate benchmark, "
+    "`end_to_end.py`.\n\n"
+    "Every variant's steps are a sample of its own stream over the same documents, and hold other documents than "
+    "another variant's. So the speed of the whole stream is that of the sample, corrected by what the cost model "
+    "that steps were planned by says of the sample and of the stream: speed-ups are those of whole streams, and "
+    "columns from *slowest* to *step* are not to be compared down a table. Intervals are by resampling rounds, of "
+    "which there are few: of normal samples such intervals hold the truth in 72% (3 rounds) to 85% (6 rounds) of "
+    "cases. Launches of different commits ran on different machines; the same micro-batches took about 3% longer "
+    "on one of them."
 )
 _SHORT = {
     "speedup": "over Plain-4D",
@@ -187,7 +195,7 @@ def _predicted(launch: str, fingerprint: object) -> tuple[dict[str, float], str]
             np.mean([simulator.step(step.plan).pipeline_seconds for step in variant.steps])
         )
     if committed is not None:
-        return found, f"`profile_{measured.model}_{measured.kernel}.json`, measured by itself"
+        return found, f"`profile_{measured.model}_{measured.kernel}.json`, measured in a run of its own"
     return found, "the launch's profile" if model.profile is not None else f"the figures of {model.cluster.name!r}"
 
 
@@ -279,6 +287,8 @@ def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> 
 
 def context_lines(best: Mapping[str, Launch], figures: Mapping[str, Mapping[str, Row]]) -> list[str]:
     """WLB over Plain-4D by context, beside the paper's Fig. 14."""
+    if not drawn_speedups(figures):
+        return []
     lines = ["| context | configuration | WLB over Plain-4D, composed | paper, Fig. 14 |", "|---|---|---|---|"]
     contexts = sorted((launch.about["settings"]["context_length"], label) for label, launch in best.items())
     for context, label in contexts:
@@ -286,7 +296,12 @@ def context_lines(best: Mapping[str, Launch], figures: Mapping[str, Mapping[str,
         if "speedup" in row:
             known = f"{FIGURE_14[context]:.2f}" if context in FIGURE_14 else "-"
             lines.append(f"| {context / K:g}K | {label} | {_with_interval(row, 'speedup', 3)} | {known} |")
-    return lines
+    longest = max(step["longest"] for launch in best.values() for steps in launch.rounds for step in steps.values())
+    return [
+        *lines,
+        "",
+        f"The longest document in these steps has {longest:,} tokens, so longer contexts hold more of them.",
+    ]
 
 
 def configuration_tables(launches: Sequence[Launch]) -> str:

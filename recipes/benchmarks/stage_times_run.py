@@ -57,7 +57,9 @@ class Measured:
 
     Attributes:
         times: Seconds of every micro-batch, by the names of ``stage_times_report.PARTS``.
-        queue_seconds: Of the host, to queue all layers: far less than they take where it is ahead of the GPU.
+        queue_seconds: Of the host, to queue all layers. It waits for the GPU once a forward, where Transformers looks
+            whether position ids are those of packed documents, as in training; so this is the time of all layers but
+            the last micro-batch's, if queuing takes less than they do.
         loss: Of a token, the mean over micro-batches.
         peak_gib: Allocated at most.
     """
@@ -141,7 +143,7 @@ class Parts:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._watch = Stopwatch(self._device, ahead_ms=0.0)
         self._lead_in()
-        # Nothing here waits for the GPU, but for losses that ask it how many labels there are: so they come last.
+        # Losses ask the GPU how many labels there are, and so wait for all that was queued before: they come last.
         begun = time.perf_counter()
         for inputs in micro_batches:
             self._time(self._layer, inputs)

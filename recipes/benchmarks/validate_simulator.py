@@ -92,17 +92,7 @@ def steps_table(checks: Iterable[LaunchCheck]) -> Table:
     """Measured and predicted step times, and how far steps put together of their own measured spans are off."""
     table = Table(box=SIMPLE)
     table.add_column("launch")
-    headings = (
-        "variant",
-        "steps",
-        "measured s",
-        "predicted s",
-        "error",
-        "of its spans",
-        "stream tokens/s",
-        "predicted",
-    )
-    for heading in headings:
+    for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
     for check in checks:
         for variant in check.variants:

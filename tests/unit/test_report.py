@@ -154,7 +154,7 @@ def test_without_results_everything_is_null_and_said(report, bare, capsys) -> No
     kernel = "--kernel flash-attn-4` measures it"
     assert any(line.startswith("not measured: speedup_pp2cp2_128k_fa4; ") and line.endswith(kernel) for line in said)
     page, readme = (bare / report.PAGE).read_text(), (bare / report.README).read_text()
-    assert page.count("is committed in this version.") == 8
+    assert page.count("is committed in this version.") == 9
     assert "No `trainer.json`, the results of `trainer.py`, is committed" in page
     assert "Not measured in this version: whole steps against Plain-4D (`pp4_128k_fa2`, " in readme
     assert report.main(["--check"], bare) == 0

@@ -28,6 +28,7 @@ from hf_wlb.simulator.comparison import (
     model_that_fits,
     typical_timelines,
 )
+from hf_wlb.simulator.measured import read_measured
 from hf_wlb.simulator.paper import CONFIGURATIONS, FIGURE_12, JOB_8192, MAIN, TABLE_2, K, shape_of
 from hf_wlb.simulator.reproduction import (
     FIGURE_12_SYSTEMS,
@@ -362,6 +363,17 @@ def test_the_prediction_error_is_the_largest_of_all_launches(monkeypatch, tmp_pa
         (tmp_path / name).write_text(json.dumps(errors))
     assert simulation.prediction_error([tmp_path / "a"]) == pytest.approx(0.02)
     assert simulation.prediction_error([tmp_path / "a", tmp_path / "b"]) == pytest.approx(0.07)
+
+
+def test_a_committed_profile_is_of_the_launchs_model_kernel_layers_and_device() -> None:
+    """Each of them in turn is another one as a control."""
+    (launch, *_) = read_measured((FOLDER / "results" / "end_to_end_pilot.jsonl").read_text())
+    found = simulation.committed_profile(launch)
+    assert found is not None and found.profile.metadata["model"]["kernel"] == launch.kernel
+    for other in ({"model": "30B"}, {"kernel": "torch"}, {"compiled": False}, {"device": "NVIDIA A100"}):
+        assert simulation.committed_profile(replace(launch, **other)) is None
+    split = replace(launch.split, tp_size=2)
+    assert simulation.committed_profile(replace(launch, split=split)) is None
 
 
 def test_committed_results_of_the_benchmark_are_found() -> None:

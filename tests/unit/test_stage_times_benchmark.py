@@ -238,15 +238,15 @@ def test_the_tables_say_what_is_measured_and_what_is_not(report, launches) -> No
         assert words in text
     assert "Whole steps on four GPUs are a separate benchmark" in text
     assert "**pp4_128k_fa2**, 3 rounds, composed" in text and "measured on 1 x NVIDIA H200" in text
-    assert "Predicted by `profile_7B_flash-attn-2.json`, measured by itself" in text
+    assert "Predicted by `profile_7B_flash-attn-2.json`, measured in a run of its own" in text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "committed_profile", lambda launch: None)
         assert "Predicted by the figures of 'h100" in report.results_tables(launches)
     row = report.rows_of(launches[0])["wlb"]
     assert f"| {row['speedup']:.3f} | - | - | 1.000 | {row['bubble']:.1%} |" in text
     assert f"| 128K | pp4_128k_fa2 | {row['speedup']:.3f} | - |" in text
-    marked = "\n".join(["a", report.MARKS[0], "old", report.MARKS[1], "b"])
-    assert "old" not in report.with_table(marked, text) and text in report.with_table(marked, text)
+    marked = "\n".join(["a", report.MARKS[0], "outdated", report.MARKS[1], "b"])
+    assert "outdated" not in report.with_table(marked, text) and text in report.with_table(marked, text)
     with pytest.raises(ValueError, match="no launch with a whole round"):
         report.results_tables([])
 

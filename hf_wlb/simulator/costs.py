@@ -154,7 +154,7 @@ class StepModel:
             config,
             split,
             cluster,
-            layout or StageLayout((0, len(shape.layers))),
+            StageLayout((0, len(shape.layers))),
             gradient_checkpointing,
             int(context_length),
             compiled,
@@ -163,14 +163,19 @@ class StepModel:
             counter.costs(profile),
             (NUMBER_BYTES if split.fsdp else STREAM_BYTES) if stream_bytes is None else stream_bytes,
         )
+        return made._laid_out(layout)
+
+    def _laid_out(self, layout: StageLayout | None) -> StepModel:
+        """With this layout, or one of stages that cost alike."""
+        pp_size, layers = self.split.pp_size, len(self.shape.layers)
         if layout is None:
-            return replace(made, layout=made.stage_costs.layout(split.pp_size)) if split.pp_size > 1 else made
-        if (layout.layers, layout.pp_size) != (len(shape.layers), split.pp_size):
+            return replace(self, layout=self.stage_costs.layout(pp_size)) if pp_size > 1 else self
+        if (layout.layers, layout.pp_size) != (layers, pp_size):
             raise ValueError(
-                f"The layout has {layout.layers} layers on {layout.pp_size} stages, but the model has "
-                f"{len(shape.layers)} layers and pp_size is {split.pp_size}."
+                f"The layout has {layout.layers} layers on {layout.pp_size} stages, but the model has {layers} layers "
+                f"and pp_size is {pp_size}."
             )
-        return made
+        return replace(self, layout=layout)
 
     # ---- what packers and sharders go by ----
 

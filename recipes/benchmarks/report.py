@@ -239,7 +239,7 @@ BENCHMARKS = (
         "python recipes/benchmarks/stage_times.py --lengths FILE",
         ((PAGE, "stage-times-table", stage_times_report.results_tables),),
         figures=stage_times_figures,
-        keys={**_COMPOSED, "composed_prediction_error": ""},
+        keys={**_COMPOSED, **dict.fromkeys(("composed_prediction_error", "composed_ranks_equal"), "")},
         read=stage_times_report.read_launches,
         draw=draw_stage_times,
         pictures=lambda found: ("stage_times.png",),

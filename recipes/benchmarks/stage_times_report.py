@@ -29,7 +29,7 @@ from hf_wlb.simulator.schedules import ScheduleConfig
 from hf_wlb.simulator.step import StepSimulator
 from hf_wlb.simulator.systems import sharder_of
 from hf_wlb.simulator.timeline import OpTimes, Timeline, run_schedule
-from hf_wlb.simulator.validation import step_model
+from hf_wlb.simulator.validation import LaunchCheck, VariantCheck, step_model
 
 MARKS = marks("stage-times-table")
 #: Whose NVLink hidden states take: of the simulator's presets all Hopper ones have the same.
@@ -166,42 +166,54 @@ def _whole(about: Row, step: Row) -> dict[str, Any]:
 # ---- figures ----
 
 
-def predictions(launch: Launch) -> tuple[dict[str, float], str]:
-    """What the simulator says a step takes from the first forward to the last backward, the mean, and by what it says.
+def checked(launch: Launch) -> tuple[LaunchCheck | None, str]:
+    """What the simulator says a step takes from the first forward to the last backward, and by what it says.
 
     By the committed profile of its model and kernel, which was not measured in the launch; else by the one that the
     launch was planned by, if it was, or by the preset of its kernel.
 
     Returns:
-        (Seconds by variant, the source); without seconds, why there are none.
+        (Steps as they were put together, and predicted; the source); None with the reason why nothing is predicted.
     """
     committed = committed_profile(MeasuredLaunch.of(launch.about, launch.rounds))
-    return _predicted(json.dumps([launch.about, launch.rounds]), None if committed is None else committed.fingerprint)
+    return _checked(json.dumps([launch.about, launch.rounds]), None if committed is None else committed.fingerprint)
 
 
 @lru_cache(maxsize=64)
-def _predicted(launch: str, fingerprint: object) -> tuple[dict[str, float], str]:
+def _checked(launch: str, fingerprint: object) -> tuple[LaunchCheck | None, str]:
     """Several tables ask for the same, which takes a second a launch; another committed profile is another question."""
     measured = MeasuredLaunch.of(*json.loads(launch))
     committed = committed_profile(measured) if fingerprint is not None else None
     try:
         model = step_model(measured, profile=committed)
     except ValueError as error:
-        return {}, str(error)
-    found = {}
+        return None, str(error)
+    found = []
     for variant in measured.variants:
         simulator = StepSimulator(model, sharder_of(variant.system.sharding, 1, measured.workload))
-        found[variant.system.name] = float(
-            np.mean([simulator.step(step.plan).pipeline_seconds for step in variant.steps])
+        predicted = [simulator.step(step.plan).pipeline_seconds for step in variant.steps]
+        seconds = [step.seconds for step in variant.steps]
+        found.append(
+            VariantCheck(
+                name=variant.system.name,
+                steps=len(seconds),
+                measured=float(np.mean(seconds)),
+                predicted=float(np.mean(predicted)),
+                measured_speed=variant.stream_speed(seconds),
+                predicted_speed=variant.stream_speed(predicted),
+                interval=variant.speed_interval,
+            )
         )
+    check = LaunchCheck(measured.label, tuple(found))
     if committed is not None:
-        return found, f"`profile_{measured.model}_{measured.kernel}.json`, measured in a run of its own"
-    return found, "the launch's profile" if model.profile is not None else f"the figures of {model.cluster.name!r}"
+        return check, f"`profile_{measured.model}_{measured.kernel}.json`, measured in a run of its own"
+    return check, "the launch's profile" if model.profile is not None else f"the figures of {model.cluster.name!r}"
 
 
 def rows_of(launch: Launch) -> dict[str, dict[str, Any]]:
     """Every variant's figures in a launch with a whole round: those of the end-to-end benchmark, and some more."""
-    predicted, _ = predictions(launch)
+    check, _ = checked(launch)
+    predicted = {} if check is None else {variant.name: variant.predicted for variant in check.variants}
     found = {}
     for variant in launch.variants:
         row = variant_row(launch, variant)
@@ -215,6 +227,7 @@ def rows_of(launch: Launch) -> dict[str, dict[str, Any]]:
             ),
             "predicted_seconds": None if said is None else round(said, 4),
             "prediction_error": None if said is None else round(said / seconds - 1, 4),
+            "ranks_equal": None if check is None else check.ranks_equal,
         }
     return found
 
@@ -225,7 +238,10 @@ def summary(launches: Iterable[Launch]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def result(figures: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
-    """The RESULT line: WLB's speed-ups by label with their intervals, and the largest error of a prediction."""
+    """The RESULT line: WLB's speed-ups by label with their intervals, and how well predictions are.
+
+    That is their largest error, and whether variants whose intervals do not overlap are ranked as they were measured.
+    """
     found: dict[str, Any] = {}
     for label, variants in figures.items():
         row = variants.get(WLB, {})
@@ -240,6 +256,8 @@ def result(figures: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
         if row["prediction_error"] is not None
     ]
     found["composed_prediction_error"] = max(errors, default=None)
+    ranks = [row["ranks_equal"] for rows in figures.values() for row in rows.values() if row["ranks_equal"] is not None]
+    found["composed_ranks_equal"] = all(ranks) if ranks else None
     return found
 
 
@@ -272,7 +290,9 @@ def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> 
         lines.append(f"| {' | '.join(cells)} |")
     about, settings = launch.about, launch.about["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    predicted, by = predictions(launch)
+    check, by = checked(launch)
+    ranked = {True: ", which ranks variants as measured", False: ", which ranks variants otherwise than measured"}
+    said = f"Not predicted: {by}" if check is None else f"Predicted by {by}{ranked.get(check.ranks_equal, '')}."
     return [
         *lines,
         "",
@@ -280,7 +300,7 @@ def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> 
         f"{', '.join(map(str, about['stage_layers']))}, {settings['micro_batches']} micro-batches of "
         f"{settings['context_length']:,} tokens a step, measured on {about['measured_on']['devices']} x "
         f"{about['device']}, lengths `{settings['lengths']}`. "
-        f"{f'Predicted by {by}.' if predicted else f'Not predicted: {by}'} {versions}; {about.get('date', '')}, commit "
+        f"{said} {versions}; {about.get('date', '')}, commit "
         f"{about.get('commit', '')}; `{about.get('command', '')}`.",
     ]
 

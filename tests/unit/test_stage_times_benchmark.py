@@ -10,6 +10,7 @@ import pytest
 
 from hf_wlb.analysis.simulation import committed_results
 from hf_wlb.simulator.measured import read_measured
+from hf_wlb.simulator.validation import MOST_ERROR
 from hf_wlb.staging import pipeline_seconds
 from hf_wlb.workload import AnalyticWorkload
 from tests.support.source_tree import REPOSITORY
@@ -202,17 +203,36 @@ def test_the_result_line_has_the_names_that_are_asked_for(modules, report) -> No
     found = report.result(figures)
     assert {name for name in found if not name.endswith("_interval")} == {
         *(f"composed_speedup_pp4_128k_{name}" for name in ("fa2", "fa2_m4", "fa4")),
-        "composed_prediction_error",
+        *("composed_prediction_error", "composed_ranks_equal"),
     }
     errors = [abs(row["prediction_error"]) for rows in figures.values() for row in rows.values()]
     assert found["composed_prediction_error"] == max(errors)
     assert found["composed_speedup_pp4_128k_fa2_interval"] == [found["composed_speedup_pp4_128k_fa2"]] * 2
     row = {"speedup": 1.3, "speedup_vs_concat_cut": 1.1, "speedup_vs_fixed": 1.2, "prediction_error": -0.2}
-    row |= {f"{name}_interval": None for name in tuple(row)}
+    row |= {f"{name}_interval": None for name in tuple(row)} | {"ranks_equal": True}
     found = report.result({"x": {"wlb": row}})
     names = ("composed_speedup_x", "composed_speedup_vs_concat_cut_x", "composed_speedup_vs_fixed_x")
     assert [found[name] for name in names] == [1.3, 1.1, 1.2] and found["composed_prediction_error"] == 0.2
-    assert report.result({}) == {"composed_prediction_error": None}
+    assert found["composed_ranks_equal"] is True
+    wrong = report.result({"x": {"wlb": row}, "y": {"wlb": {**row, "ranks_equal": False}}})
+    assert wrong["composed_ranks_equal"] is False
+    assert report.result({}) == {"composed_prediction_error": None, "composed_ranks_equal": None}
+
+
+def test_committed_stages_are_predicted_and_ranked_as_measured(main, report) -> None:
+    """Within 10%; and the check is one that slower steps of one variant fail."""
+    launches = report.read_launches(main.RESULTS.read_text(encoding="utf-8"))
+    figures = report.summary(launches)
+    found = report.result(figures)
+    assert len(figures) >= 4 and found["composed_prediction_error"] <= MOST_ERROR
+    assert found["composed_ranks_equal"] is True
+    (launch,) = (one for one in launches if one.label == "pp4_128k_fa2")
+    slow = [
+        {name: {**step, "seconds": step["seconds"] * (1.5 if name == "wlb" else 1.0)} for name, step in steps.items()}
+        for steps in launch.rounds
+    ]
+    check, _ = report.checked(replace(launch, rounds=slow))
+    assert check is not None and check.ranks_equal is False and check.worst_error > MOST_ERROR
 
 
 # ---- whole steps and composed ones are told apart ----

@@ -27,8 +27,8 @@ _SPEED_UPS = (
 _COMPOSED = (
     "Rows that are *put together by 1F1B* come from every micro-batch's layer and head times on one GPU: neither "
     "what sends take from computing nor the clocks of several GPUs at work nor the optimizer was measured; all "
-    "configurations, and what else there is to know of them, are in [results](docs/results.md#stages-measured-on- "
-    "one-gpu)."
+    "configurations, and what else there is to know of them, are in "
+    "[results](docs/results.md#stages-measured-on-one-gpu)."
 )
 
 Row = tuple[str, str, str, str]

@@ -104,12 +104,13 @@ def function_compiler(args: CompileArguments) -> Callable[[Callable[..., Any], s
         Takes a function and what it is called in error messages; None without ``torch_compile``.
 
     Raises:
-        ValueError, RuntimeError: See ``compile_decoder_layers``.
+        ValueError: If the backend or mode is unknown or not supported.
+        RuntimeError: From the compiled function, if the backend fails on it; whether it works on this machine at all is
+            seen by ``compile_decoder_layers``, which runs before.
     """
     if not args.torch_compile:
         return None
     settings = _settings(args)
-    _check_machine(settings, args.device)
     return lambda function, name: _compiled(function, name, settings)
 
 

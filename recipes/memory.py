@@ -15,7 +15,7 @@ from typing import Any
 from hf_wlb.simulator.cluster import CLUSTERS
 from hf_wlb.simulator.costs import StepModel
 from hf_wlb.simulator.counts import ModelShape
-from hf_wlb.simulator.memory import MemoryUse, stage_memory
+from hf_wlb.simulator.memory import MemoryUse, stages_memory
 from hf_wlb.simulator.split import Split
 from hf_wlb.staging import StageLayout
 
@@ -38,10 +38,7 @@ def estimate(
     capacity: float = 1.25,
     stage_layers: Sequence[int] | None = None,
 ) -> list[MemoryUse]:
-    """What a GPU of every pipeline stage holds.
-
-    A stage keeps the activations of as many micro-batches as there are stages from it to the last: one of them as large
-    as they come, the others average.
+    """What a GPU of every pipeline stage holds, see ``stages_memory``.
 
     Args:
         config: The model's, as Transformers has it.
@@ -64,12 +61,7 @@ def estimate(
         gradient_checkpointing=recomputation,
         layout=layout,
     )
-    average = context_length / split.cp_size
-    largest = capacity * average
-    in_flight = [split.pp_size - stage for stage in range(split.pp_size)]
-    return [
-        stage_memory(model, stage, largest + (count - 1) * average, largest) for stage, count in enumerate(in_flight)
-    ]
+    return stages_memory(model, capacity)
 
 
 def table(uses: Sequence[MemoryUse]) -> str:

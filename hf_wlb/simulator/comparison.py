@@ -14,7 +14,7 @@ from hf_wlb.packing import PackingConfig
 from hf_wlb.packing.config import DEFAULT_MEMORY_FACTOR
 from hf_wlb.simulator.cluster import Cluster
 from hf_wlb.simulator.costs import StepModel
-from hf_wlb.simulator.memory import stage_memory
+from hf_wlb.simulator.memory import stages_memory
 from hf_wlb.simulator.schedules import ScheduleConfig
 from hf_wlb.simulator.split import Split
 from hf_wlb.simulator.step import PLAIN_1F1B, simulate_step
@@ -239,12 +239,7 @@ def model_that_fits(
 
 def memory_needed(model: StepModel) -> float:
     """Bytes of the stage that needs most, with micro-batches as ``model_that_fits`` says."""
-    usual = model.context_length / model.split.cp_size
-    largest = DEFAULT_MEMORY_FACTOR * usual
-    stages = model.split.pp_size
-    return max(
-        stage_memory(model, stage, largest + (stages - stage - 1) * usual, largest).total for stage in range(stages)
-    )
+    return max(use.total for use in stages_memory(model, DEFAULT_MEMORY_FACTOR))
 
 
 def _regular_rate(result: StreamResult) -> float:

@@ -130,3 +130,19 @@ def stage_memory(model: StepModel, stage: int, live_tokens: float, largest_token
         ),
         exchange=exchanged_bytes(max(keys), tp_size, largest_tokens * split.cp_size) if split.cp_size > 1 else 0.0,
     )
+
+
+def stages_memory(model: StepModel, capacity: float) -> list[MemoryUse]:
+    """What a GPU of every stage holds at its peak under 1F1B.
+
+    A stage keeps as many micro-batches as there are stages from it to the last: one of them as large as they come, the
+    others average.
+
+    Args:
+        model: With its split and layout.
+        capacity: Tokens of the largest micro-batch over those of an average one.
+    """
+    usual = model.context_length / model.split.cp_size
+    largest = capacity * usual
+    stages = model.split.pp_size
+    return [stage_memory(model, stage, largest + (stages - stage - 1) * usual, largest) for stage in range(stages)]

@@ -138,7 +138,10 @@ class ShardTensors:
     @cached_property
     def overlapping_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All pairs of rows that ``overlaps`` tells of: of head chunks and of tail chunks, int64."""
-        heads, tails, counts = torch.tensor(self.overlaps, device=self.order.device).unbind(1)
+        overlaps = torch.tensor(self.overlaps)
+        if self.order.is_cuda:  # from other memory it would be copied once the device has done all before
+            overlaps = overlaps.pin_memory()
+        heads, tails, counts = overlaps.to(self.order.device, non_blocking=True).unbind(1)
         pairs = sum(count for *_, count in self.overlaps)
         within = torch.arange(pairs, device=self.order.device)
         within -= (counts.cumsum(0) - counts).repeat_interleave(counts, output_size=pairs)

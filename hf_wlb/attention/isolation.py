@@ -11,8 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import flash_attention_mask
+from transformers import AttentionInterface, PreTrainedModel
 
 from hf_wlb.attention.context import AttentionContext, ShardTensors
 from hf_wlb.attention.function import kernel_request
@@ -165,7 +164,6 @@ def _forward(model: PreTrainedModel, documents: list[list[int]]) -> tuple[list[_
         return wlb_attention(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(_LISTENING, listening)
-    AttentionMaskInterface.register(_LISTENING, flash_attention_mask)
     training = model.training
     model.eval()
     try:

@@ -9,6 +9,7 @@ finds them out before training.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import pairwise
@@ -23,6 +24,9 @@ from hf_wlb.attention.function import attend
 from hf_wlb.attention.kernels import AttentionOptions
 
 IMPLEMENTATION = "wlb"
+# The same function, but Transformers makes no masks: to make them it reads position ids back from the device in every
+# forward pass. ``document_attention_enabled`` refuses masks in its place.
+MASKLESS = "wlb_maskless"
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -107,10 +111,7 @@ def _check_call(
 ) -> None:
     name = type(module).__name__
     if attention_mask is not None:
-        raise ValueError(
-            f"{name} got an attention_mask that hides tokens. Packed micro-batches have no padding: drop the mask and "
-            "tokenise without padding, or use attn_implementation='sdpa' for padded batches."
-        )
+        raise ValueError(_hides_tokens(name))
     if query.shape[0] != 1:
         raise ValueError(f"a packed micro-batch is one row, but {name} got {query.shape[0]} rows")
     if dropout:
@@ -120,6 +121,13 @@ def _check_call(
             raise ValueError(f"{name} passes {unsupported}, which attn_implementation='wlb' does not support")
     if not (kwargs.get("is_causal", True) in (True, None) and getattr(module, "is_causal", True)):
         raise ValueError(f"{name} asks for attention that is not causal, which attn_implementation='wlb' is not")
+
+
+def _hides_tokens(name: str) -> str:
+    return (
+        f"{name} got an attention_mask that hides tokens. Packed micro-batches have no padding: drop the mask and "
+        "tokenise without padding, or use attn_implementation='sdpa' for padded batches."
+    )
 
 
 def _whole_documents(name: str, cu_seq_lens: torch.Tensor | None, max_length: int | None, tokens: int) -> ShardTensors:
@@ -153,17 +161,39 @@ def _of_one_type(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def register() -> None:
     """Makes ``attn_implementation="wlb"`` known to Transformers. May be called any number of times."""
     AttentionInterface.register(IMPLEMENTATION, wlb_attention)
+    AttentionInterface.register(MASKLESS, wlb_attention)
     # Reduces an all-ones padding mask to None and hands any other mask on, for wlb_attention to refuse.
     AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)
 
 
 @contextlib.contextmanager
-def document_attention_enabled(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> Iterator[None]:
-    """Uses document attention inside the block and the model's own implementation after it."""
+def document_attention_enabled(model: PreTrainedModel, implementation: str = MASKLESS) -> Iterator[None]:
+    """Uses document attention inside the block and the model's own implementation after it.
+
+    The model takes no mask inside: one that hides nothing is dropped, another is refused before the forward pass.
+
+    Args:
+        model: Called itself or by what wraps it.
+        implementation: As registered with Transformers, and without a mask function.
+    """
     register()
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
+    handle = model.register_forward_pre_hook(_without_mask, with_kwargs=True)
     try:
         yield
     finally:
+        handle.remove()
         model.set_attn_implementation(before)
+
+
+def _without_mask(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
+    mask = named.get("attention_mask", kwargs.get("attention_mask"))
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not mask.all():
+        raise ValueError(_hides_tokens(type(model).__name__))
+    return (), {**named, **kwargs, "attention_mask": None}

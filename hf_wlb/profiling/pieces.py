@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_wlb.attention import AttentionContext, ShardTensors, register
-from hf_wlb.attention.registration import IMPLEMENTATION
+from hf_wlb.attention.registration import MASKLESS
 from hf_wlb.compilation import CompileDefaults, compile_decoder_layers, function_compiler
 from hf_wlb.data import WLBDataCollator
 from hf_wlb.loss import HeadLoss, choose_fused_loss
@@ -206,7 +206,7 @@ class ModelPieces:
 
     def _skeleton(self) -> PreTrainedModel:
         register()
-        return skeleton(self.config, dtype=self._kept_in, attn_implementation=IMPLEMENTATION)
+        return skeleton(self.config, dtype=self._kept_in, attn_implementation=MASKLESS)
 
     @property
     def _kept_in(self) -> torch.dtype:

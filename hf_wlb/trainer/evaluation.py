@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn.functional import pad
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from hf_wlb.accounting import TokenMean
@@ -16,7 +16,7 @@ from hf_wlb.data import WLBDataLoader
 from hf_wlb.packing import PackingConfig
 from hf_wlb.parallel import ParallelMesh, verify_settings
 from hf_wlb.sharding import IGNORE_INDEX, ShardPlan, unshard_order
-from hf_wlb.trainer.training_loss import TrainingLoss, causal_lm_of
+from hf_wlb.trainer.training_loss import TrainingLoss
 from hf_wlb.workload import WorkloadModel
 
 _NO_DOCUMENTS = "{} holds no documents, so there is no loss to compute. Give it some, or do not evaluate on it."
@@ -31,10 +31,6 @@ class PlannedEvaluation(TrainingLoss):
     data_collator: Any
     gather_function: Callable[..., Any]
     _num_items: int
-
-    @property
-    def _causal_lm(self) -> PreTrainedModel:
-        return causal_lm_of(self.accelerator.unwrap_model(self.model))
 
     def _loader(self, dataset: Any, config: PackingConfig, shuffle: bool) -> WLBDataLoader:
         args = self.args

@@ -34,6 +34,7 @@ from hf_wlb.sharding import Sharder
 from hf_wlb.trainer.attention import TrainerAttention
 from hf_wlb.trainer.checkpoints import SplitCheckpoints
 from hf_wlb.trainer.evaluation import PlannedEvaluation
+from hf_wlb.trainer.inputs import PlannedInputs
 from hf_wlb.trainer.pipeline import PipelineTraining
 from hf_wlb.trainer.shard_window import ShardWindow
 from hf_wlb.trainer.splitting import agreed_sizes, verify_plan_settings
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 PlannedData = WLBDataLoader | StreamingPackedDataset
 
 
-class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, PlannedEvaluation):
+class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, PlannedInputs, PlannedEvaluation):
     """``Trainer`` with planned micro-batches, documents that do not see each other and an exact token-mean loss.
 
     With ``cp_size`` above 1 the processes of a replica share each micro-batch (context parallelism): all of them plan
@@ -368,13 +369,6 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
             if self._shard_window is not None:
                 self._shard_window.add([micro_batch["wlb_info"] for micro_batch in samples[0]])
         return samples
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """To the device, with the plan as arguments of the model's forward."""
-        inputs = dict(inputs)
-        self._vocabulary.check(inputs, self._causal_lm, labels=self.compute_loss_func is None)
-        plan = self._attention.plan_of(inputs, training=self._causal_lm.training)
-        return {**super()._prepare_inputs(inputs), **plan}
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Counts a step's documents on all ranks from its plan, once it is complete."""

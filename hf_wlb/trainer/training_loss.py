@@ -27,6 +27,10 @@ class TrainingLoss(Trainer):
     _head_loss: HeadLoss | None = None
     _logits_needed = False
 
+    @property
+    def _causal_lm(self) -> PreTrainedModel:
+        return causal_lm_of(self.accelerator.unwrap_model(self.model))
+
     def _check_head(self, model: PreTrainedModel) -> None:
         """Refuses a head whose loss cannot be computed so, before it is split. Does not talk to other ranks."""
         args = cast(WLBTrainingArguments, self.args)

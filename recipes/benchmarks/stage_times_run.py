@@ -25,7 +25,7 @@ from end_to_end_run import GIB, arguments, launch_line, model_config
 from stage_times_report import CLUSTER, PARTS, compose
 
 from hf_wlb.attention import AttentionContext, check_isolation, register
-from hf_wlb.attention.registration import IMPLEMENTATION
+from hf_wlb.attention.registration import MASKLESS
 from hf_wlb.compilation import compile_decoder_layers
 from hf_wlb.lengths import load_lengths
 from hf_wlb.loss import HeadLoss
@@ -57,9 +57,7 @@ class Measured:
 
     Attributes:
         times: Seconds of every micro-batch, by the names of ``stage_times_report.PARTS``.
-        queue_seconds: Of the host, to queue all layers. It waits for the GPU once a forward, where Transformers looks
-            whether position ids are those of packed documents, as in training; so this is the time of all layers but
-            the last micro-batch's, if queuing takes less than they do.
+        queue_seconds: Of the host, to queue all layers.
         loss: Of a token, the mean over micro-batches.
         peak_gib: Allocated at most.
     """
@@ -108,7 +106,7 @@ class Parts:
         self.hidden_bytes = shape[1] * self._received.element_size()
 
     def _cut(self, layers: Callable[[int], range], args: WLBTrainingArguments) -> PipelineStage:
-        model = skeleton(self._config, attn_implementation=IMPLEMENTATION)
+        model = skeleton(self._config, attn_implementation=MASKLESS)
         parts = find_parts(model)
         stage = cut_stage(model, parts, layers(parts.count))
         materialise(model, ParameterLayout(ParallelMesh(), copies=stage.copies), seed=args.seed)
@@ -143,7 +141,6 @@ class Parts:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._watch = Stopwatch(self._device, ahead_ms=0.0)
         self._lead_in()
-        # Losses ask the GPU how many labels there are, and so wait for all that was queued before: they come last.
         begun = time.perf_counter()
         for inputs in micro_batches:
             self._time(self._layer, inputs)

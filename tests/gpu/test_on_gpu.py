@@ -101,6 +101,29 @@ def test_bf16_autocast_trains(tmp_path: Path) -> None:
     assert all(0 < row["loss"] < 20 for row in trainer.state.log_history if "loss" in row)
 
 
+def test_micro_batches_are_queued_without_waiting_for_the_gpu(tmp_path: Path) -> None:
+    """Once shapes are known; within a micro-batch nothing is read back, and nothing copied from pageable memory."""
+    documents = [{"input_ids": ids} for ids in random_documents([9, 4, 33, 1, 7, 48, 5, 11] * 8)]
+
+    def train(name: str, **options: Any) -> None:
+        trainer = _trainer(tmp_path / name, documents, bf16=True, save_strategy="no", logging_steps=100, **options)
+        step = trainer.training_step
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error" if trainer.state.global_step else "default")
+            try:
+                return step(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        trainer.training_step = watched
+        trainer.train()
+
+    train("pinned")
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        train("pageable", dataloader_pin_memory=False)
+
+
 def _agree(rank: int, world_size: int) -> str:
     import torch.distributed as dist
 

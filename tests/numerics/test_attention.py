@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_wlb.attention import document_attention_enabled, register
-from hf_wlb.attention.registration import wlb_attention
+from hf_wlb.attention import AttentionContext, ShardTensors, document_attention_enabled, register
+from hf_wlb.attention.kernels import ReferenceKernel
+from hf_wlb.attention.registration import MASKLESS, wlb_attention
 from hf_wlb.data import WLBDataCollator
 from tests.support.oracle import dense_attention, relative_error
 from tests.support.tiny_llama import random_documents, tiny_llama
@@ -86,10 +88,52 @@ def test_an_all_ones_mask_keeps_documents_apart_and_a_padding_mask_is_refused() 
         mask[0, 0] = 0
         with pytest.raises(ValueError, match="hides tokens"):
             model(**WLBDataCollator()([{"input_ids": d} for d in documents]), attention_mask=mask)
+        with pytest.raises(ValueError, match="hides tokens"):
+            model(torch.tensor([documents[0]]), mask[:, :5])
+        with pytest.raises(ValueError, match="LlamaForCausalLM got an attention_mask"):
+            model(**WLBDataCollator()([{"input_ids": d} for d in documents]), attention_mask=torch.ones(1, 1, 14, 14))
         with pytest.raises(ValueError, match="got no cu_seq_lens_q"):
-            model(input_ids=torch.tensor([documents[0]]))
+            model(torch.tensor([documents[0]]), torch.ones(1, 5))
     assert torch.equal(first, without)
     assert torch.equal(first[:, 5:], second[:, 5:]) and not torch.equal(first[:, :5], second[:, :5])
+
+
+def test_a_model_of_its_own_reduces_an_all_ones_mask_and_refuses_padding() -> None:
+    """As ``from_pretrained(attn_implementation="wlb")`` gives it, without the trainer."""
+    register()
+    model = tiny_llama()
+    model.set_attn_implementation("wlb")
+    batch = WLBDataCollator()([{"input_ids": d} for d in random_documents([5, 9])])
+    mask = torch.ones(1, 14, dtype=torch.long)
+    with torch.no_grad():
+        assert torch.equal(model(**batch, attention_mask=mask).logits, model(**batch).logits)
+        mask[0, 0] = 0
+        with pytest.raises(ValueError, match="hides tokens"):
+            model(**batch, attention_mask=mask)
+
+
+class Readings(TorchDispatchMode):
+    """Counts how often the host asks a device for a number, for which it waits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_planned_forward_pass_reads_nothing_back_from_the_device() -> None:
+    model = tiny_llama()
+    batch = WLBDataCollator()([{"input_ids": d} for d in random_documents([5, 9])])
+    batch["wlb_shard"] = ShardTensors.whole(batch["cu_seq_lens_q"], 9, 14)
+    batch["wlb_context"] = AttentionContext(kernel=ReferenceKernel())
+    with document_attention_enabled(model), Readings() as readings:
+        model(**batch).logits.sum().backward()
+    assert readings.count == 0
+    model.set_attn_implementation("wlb")  # where Transformers looks at the position ids
+    with Readings() as readings:
+        model(**batch)
+    assert readings.count > 0
 
 
 @pytest.mark.parametrize("before", ["sdpa", "eager"])
@@ -99,7 +143,7 @@ def test_the_implementation_comes_back_also_after_an_exception(before: str) -> N
     register()
     register()  # as often as one likes
     with document_attention_enabled(model):
-        assert model.config._attn_implementation == "wlb"
+        assert model.config._attn_implementation == MASKLESS
     with pytest.raises(RuntimeError, match="stop"), document_attention_enabled(model):
         raise RuntimeError("stop")
     assert model.config._attn_implementation == before

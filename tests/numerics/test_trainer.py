@@ -13,6 +13,7 @@ import torch
 from transformers import Trainer
 
 from hf_wlb import WLBDataCollator, WLBTrainer
+from hf_wlb.attention.registration import MASKLESS
 from hf_wlb.callbacks import MetricsFileCallback, WLBProgressCallback
 from tests.support.documents import WORKLOAD
 from tests.support.oracle import in_double, loss_and_gradients, mean_loss, relative_error, worst_error
@@ -48,7 +49,7 @@ def test_loss_and_gradients_are_the_token_mean_over_the_step(case: str, tmp_path
     rows = rows_of(lengths)
     _, recorder = train(tmp_path, rows, gradient_accumulation_steps=accumulation, max_steps=1)
     assert check_first_step(recorder, rows, tiny_llama()) <= TRAINER
-    assert recorder.implementations == {"wlb"}
+    assert recorder.implementations == {MASKLESS}
     if "dumm" in case:
         assert any(not micro_batch.documents for micro_batch in recorder.plans[0].micro_batches)
 
@@ -165,7 +166,7 @@ def test_a_lora_adapter_trains(tmp_path: Path) -> None:
     loss, gradients = loss_and_gradients(expected, recorder.documents(0, rows_of()))
     assert recorder.losses[0] == pytest.approx(loss, rel=TRAINER)
     assert worst_error(recorder.gradients, gradients) <= TRAINER
-    assert all("lora" in name for name in gradients) and recorder.implementations == {"wlb"}
+    assert all("lora" in name for name in gradients) and recorder.implementations == {MASKLESS}
     assert trainer.model.config._attn_implementation == "sdpa"
     _, resumed = train(
         tmp_path, rows_of(), expected.float(), max_steps=2, resume_from_checkpoint=tmp_path / "checkpoint-1"

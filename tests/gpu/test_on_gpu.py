@@ -55,7 +55,7 @@ def test_attention_in_bf16_is_as_exact_as_the_plain_kernel() -> None:
     assert together > 20 * plain
 
 
-def _trainer(folder: Path, documents: list[dict[str, Any]], **options: Any) -> Any:
+def _trainer(folder: Path, documents: list[dict[str, Any]], model: Any = None, **options: Any) -> Any:
     from hf_wlb import WLBTrainer, WLBTrainingArguments
 
     arguments = WLBTrainingArguments(
@@ -75,7 +75,7 @@ def _trainer(folder: Path, documents: list[dict[str, Any]], **options: Any) -> A
     )
     assert arguments.n_gpu >= 1
     arguments._n_gpu = 1  # on a machine with several, Trainer would use them all from this one process
-    return WLBTrainer(tiny_llama(), arguments, train_dataset=documents, eval_dataset=documents[:8])
+    return WLBTrainer(model or tiny_llama(), arguments, train_dataset=documents, eval_dataset=documents[:8])
 
 
 def test_the_trainer_gives_the_oracles_loss_and_resumes(tmp_path: Path) -> None:
@@ -106,7 +106,9 @@ def test_micro_batches_are_queued_without_waiting_for_the_gpu(tmp_path: Path) ->
     documents = [{"input_ids": ids} for ids in random_documents([9, 4, 33, 1, 7, 48, 5, 11] * 8)]
 
     def train(name: str, **options: Any) -> None:
-        trainer = _trainer(tmp_path / name, documents, bf16=True, save_strategy="no", logging_steps=100, **options)
+        options |= {"bf16": True, "save_strategy": "no", "logging_steps": 100}
+        trainer = _trainer(tmp_path / name, documents, tiny_llama(head_dim=64), **options)
+        assert "reference" not in trainer.attention_kernels  # which reads the documents' bounds
         step = trainer.training_step
 
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,7 @@ def test_micro_batches_are_queued_without_waiting_for_the_gpu(tmp_path: Path) ->
     documents = [{"input_ids": ids} for ids in random_documents([9, 4, 33, 1, 7, 48, 5, 11] * 8)]
 
     def train(name: str, **options: Any) -> None:
-        options |= {"bf16": True, "save_strategy": "no", "logging_steps": 100}
+        options |= {"bf16": True, "save_strategy": "no", "logging_steps": 100, "fused_loss": "chunked"}
         trainer = _trainer(tmp_path / name, documents, tiny_llama(head_dim=64), **options)
         assert "reference" not in trainer.attention_kernels  # which reads the documents' bounds
         step = trainer.training_step

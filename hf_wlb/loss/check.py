@@ -6,23 +6,24 @@ import math
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_wlb.loss.chunked import linear_cross_entropy
 from hf_wlb.loss.head import HeadLoss, plain_head, softcap_of
+from hf_wlb.sharding import IGNORE_INDEX
 
 # Logits of a fresh model are so small that a softcap hardly bends them, so hidden states are stretched until one is 30
 # (or as large as the softcap that is known: much beyond it nothing has a gradient).
 _LARGEST_LOGIT = 30.0
 _TOKENS = [1, 2, 1, 2, 1]
-_LABELS = [-100, 2, -100, 2, 1]
+_COUNTED = [False, True, False, True, True]
 _NUMBER = 7
 
 
 def check_head_loss(model: PreTrainedModel) -> None:
-    """Refuses a model that ``HeadLoss`` would give another loss, by two forward passes over five tokens.
+    """Refuses a model that ``HeadLoss`` would give another loss, by three forward passes over five tokens.
 
     For whole models: before parameters are split or sharded. Leaves no gradients.
 
@@ -37,7 +38,8 @@ def check_head_loss(model: PreTrainedModel) -> None:
     try:
         softcap = softcap_of(model)
         stretch = _Stretch(head, min(_LARGEST_LOGIT, softcap or _LARGEST_LOGIT))
-        own_loss, own_gradient = _loss_and_gradient(model, head, stretch)
+        labels = _unlikely_labels(model, head, stretch)
+        own_loss, own_gradient = _loss_and_gradient(model, head, stretch, labels)
         reached: list[torch.Tensor] = []
 
         def listening(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -47,7 +49,7 @@ def check_head_loss(model: PreTrainedModel) -> None:
         head_loss = HeadLoss(model, listening)
         try:
             with head_loss.enabled():
-                loss, gradient = _loss_and_gradient(model, head_loss.stand_in, stretch)
+                loss, gradient = _loss_and_gradient(model, head_loss.stand_in, stretch, labels)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ValueError(f"{_refusal(model)} ({type(error).__name__}: {error})") from error
     finally:
@@ -109,20 +111,32 @@ class _Stretch:
         return (leaf, *given[1:])
 
 
+def _unlikely_labels(model: PreTrainedModel, head: torch.nn.Linear, stretch: _Stretch) -> torch.Tensor:
+    """[1, tokens], for every token counted one of a middling logit.
+
+    A label that a trained model is sure of has a loss and a gradient of next to nothing: rounding would be compared.
+    """
+    with head.register_forward_pre_hook(stretch), torch.no_grad():
+        logits = _trial(model, torch.tensor([_TOKENS], device=model.device)).logits
+    middling = logits[:, :-1].float().median(dim=-1).indices
+    counted = torch.tensor([_COUNTED[1:]], device=middling.device)
+    return pad(middling.masked_fill(~counted, IGNORE_INDEX), (1, 0), value=IGNORE_INDEX)
+
+
 def _loss_and_gradient(
-    model: PreTrainedModel, module: torch.nn.Module, stretch: _Stretch
+    model: PreTrainedModel, module: torch.nn.Module, stretch: _Stretch, labels: torch.Tensor
 ) -> tuple[float, torch.Tensor]:
     """Of a trial, in which ``stretch`` makes the input of ``module``; the gradient is that input's."""
-    handle = module.register_forward_pre_hook(stretch)
-    try:
-        with torch.enable_grad():
-            output = model(
-                input_ids=torch.tensor([_TOKENS], device=model.device),
-                labels=torch.tensor([_LABELS], device=model.device),
-                num_items_in_batch=torch.tensor(_NUMBER, device=model.device),
-                use_cache=False,
-            )
-            (gradient,) = torch.autograd.grad(output.loss, [stretch.hidden])
-    finally:
-        handle.remove()
+    with module.register_forward_pre_hook(stretch), torch.enable_grad():
+        output = _trial(model, labels)
+        (gradient,) = torch.autograd.grad(output.loss, [stretch.hidden])
     return float(output.loss.detach()), gradient.float()
+
+
+def _trial(model: PreTrainedModel, labels: torch.Tensor) -> Any:
+    return model(
+        input_ids=torch.tensor([_TOKENS], device=model.device),
+        labels=labels,
+        num_items_in_batch=torch.tensor(_NUMBER, device=model.device),
+        use_cache=False,
+    )

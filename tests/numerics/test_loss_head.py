@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_wlb.loss import HeadLoss, check_head_loss, linear_cross_entropy
+from hf_wlb.loss import HeadLoss, check, check_head_loss, linear_cross_entropy
 from tests.numerics.test_families import ACCEPTED, COMMON, REFUSED, VOCABULARY, Family, build
 from tests.support.oracle import gradients_of, relative_error, worst_error
 from tests.support.tiny_llama import tiny_llama
@@ -290,6 +290,23 @@ def test_models_that_do_more_with_logits_are_refused(kind: Any, sentence: str, d
     model = kind(LlamaConfig(**COMMON)).to(dtype)
     with pytest.raises(ValueError, match=sentence):
         check_head_loss(model)
+
+
+def test_the_check_of_a_model_that_knows_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the trial's own tokens as labels loss and gradient would vanish, and rounding alone be compared."""
+    model, tokens = tiny_llama().train(), torch.tensor([[1, 2] * 8])
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < 0.01
+    trial, found = check._loss_and_gradient, []
+    monkeypatch.setattr(check, "_loss_and_gradient", lambda *args: found.append(trial(*args)) or found[-1])
+    check_head_loss(model)
+    assert len(found) == 2
+    assert all(loss > 1 and gradient.norm() > 0.1 * model.lm_head.weight.norm(dim=1).mean() for loss, gradient in found)
 
 
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "bart"])

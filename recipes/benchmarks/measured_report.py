@@ -8,6 +8,7 @@ from typing import Any
 import end_to_end_report
 import stage_times_report
 import trainer_report
+from convergence_report import PLAIN
 from end_to_end_cases import WLB
 from end_to_end_report import Launch
 
@@ -45,8 +46,8 @@ def summary(
     Args:
         launches: Of the end-to-end benchmark.
         trainer: Results of the trainer's benchmark.
-        convergence: Figures of the convergence benchmark: ``convergence_diff``, ``convergence_noise``, and ``on``,
-            where it ran.
+        convergence: Of the convergence benchmark: ``changes`` of the held-out loss by packer, the ``noise`` and what
+            it is of (``noise_of``), and ``on``, where it ran.
         composed: See ``composed_rows``; of these, the ones of launches whose whole steps were not measured are shown.
     """
     speed_ups = [] if launches is None else speed_up_rows(launches)
@@ -143,10 +144,11 @@ def overhead_rows(trainer: Mapping[str, Any] | None) -> list[Row]:
 
 def convergence_rows(convergence: Mapping[str, Any] | None) -> list[Row]:
     """How far the losses are apart, and what of it may be chance."""
-    difference = None if convergence is None else convergence["convergence_diff"]
-    if convergence is None or difference is None:
+    if convergence is None:
         return []
-    noise = convergence["convergence_noise"]
-    chance = "" if noise is None else f" (other initial weights: {noise:.2%})"
-    name = "held-out loss of planned against sequential training, either way"
-    return [(name, f"{difference:.2%}{chance}", "", convergence["on"])]
+    noise = convergence["noise"]
+    chance = "" if noise is None else f"; {PLAIN} with {convergence['noise_of']}: up to {noise:.2%} apart"
+    return [
+        (f"held-out loss after `{name}` against {PLAIN} packing", f"{change:+.2%}", "", f"{convergence['on']}{chance}")
+        for name, change in convergence["changes"].items()
+    ]

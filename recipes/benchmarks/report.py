@@ -87,7 +87,7 @@ def draw_stage_times(launches: Sequence[end_to_end_report.Launch], folder: Path)
 def convergence_figures(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """How far losses are apart; the benchmark's other figures have names that say nothing among others."""
     figures = convergence_report.result(found)
-    apart = {key: value for key, value in figures.items() if key.startswith("convergence_diff")}
+    apart = {key: value for key, value in figures.items() if key.startswith(("convergence_diff", "convergence_change"))}
     return {**apart, "convergence_noise": figures["noise"]}
 
 
@@ -309,8 +309,7 @@ def summary(results: Mapping[str, Any]) -> str:
     figures = None
     if convergence is not None:
         with next(one for one in BENCHMARKS if one.file == CONVERGENCE).damage_named():
-            device = next(iter(convergence["runs"].values()))["device"]
-            figures = {**convergence_figures(convergence), "on": f"1 x {device} a run"}
+            figures = convergence_report.summary(convergence)
     composed = results.get(STAGE_TIMES)
     with next(one for one in BENCHMARKS if one.file == STAGE_TIMES).damage_named():
         rows = {} if composed is None else measured_report.composed_rows(composed)

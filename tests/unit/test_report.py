@@ -164,7 +164,9 @@ def test_results_that_come_later_are_shown_without_a_word(modules, report, bare,
     folder = bare / report.RESULTS
     (folder / "end_to_end.jsonl").write_text(whole_steps(modules))
     (folder / "trainer.json").write_text(json.dumps(trainer_results(modules, two_gpus(modules))))
-    (folder / "convergence.json").write_text(json.dumps({"difference": 0.0125, "runs": {"a": {"device": "GPU"}}}))
+    run, other = ({"device": "GPU", "evaluations": [[1, 1, loss]]} for loss in (2.0, 2.025))
+    made_up = {"difference": 0.0125, "runs": {"sequential": run, "steady": other, "sequential, seed 1": run}}
+    (folder / "convergence.json").write_text(json.dumps(made_up))
     figures = {"noise": 0.02, "steps": 7}
     monkeypatch.setattr(
         report.convergence_report, "result", lambda found: {"convergence_diff": found["difference"], **figures}
@@ -190,7 +192,8 @@ def test_results_that_come_later_are_shown_without_a_word(modules, report, bare,
     assert drawn == ["end_to_end.jsonl", "trainer.json", "convergence.json"]
     page, readme = (bare / report.PAGE).read_text(), (bare / report.README).read_text()
     assert f"**{LABEL}**, 3 rounds" in page and "| losses | 0.0125 |" in page and "| pp2 | 50.0% |" in page
-    assert "either way | 1.25% (other initial weights: 2.00%) |  | 1 x GPU a run |" in readme
+    chance = "sequential with other initial weights: up to 0.00% apart"
+    assert f"after `steady` against sequential packing | +1.25% |  | 1 x GPU a run; {chance} |" in readme
     (folder / "convergence.png").touch()  # the recorder draws nothing
     assert report.main(["--check"], bare) == 0
 
@@ -253,7 +256,7 @@ def test_timelines_are_renewed_where_there_are_some(modules, report, tmp_path) -
 def test_the_summary_by_hand(modules, report) -> None:
     launches = report.end_to_end_report.read_launches(whole_steps(modules))
     trainer = trainer_results(modules, two_gpus(modules))
-    convergence = {"convergence_diff": 0.003, "convergence_noise": None, "on": "1 x GPU"}
+    convergence = {"changes": {"steady": -0.003}, "noise": None, "noise_of": "other orders", "on": "1 x GPU"}
     text = modules.measured_report.summary(launches, trainer, convergence)
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows] == [
@@ -262,10 +265,10 @@ def test_the_summary_by_hand(modules, report) -> None:
         f"highest MFU of WLB's steps, `{LABEL}`",
         "highest MFU of a split, `pp2`",
         "a step of `WLBTrainer` against a bare loop's",
-        "held-out loss of planned against sequential training, either way",
+        "held-out loss after `steady` against sequential packing",
     ]
     assert rows[1][1:] == ["3.000x", "3.000 to 3.000", "2 x GPU, 3 rounds"]
-    assert [row[1].strip() for row in rows[2:]] == ["25.0%", "50.0%", "+2.0%", "0.30%"]
+    assert [row[1].strip() for row in rows[2:]] == ["25.0%", "50.0%", "+2.0%", "-0.30%"]
     assert [row[-1] for row in rows[2:]] == ["2 x GPU", "2 x NVIDIA H100", "1 x NVIDIA H100", "1 x GPU"]
     last = text.splitlines()[-1]  # two stages are none of the launches that are asked for
     assert last.startswith("Not measured in this version: whole steps") and last.endswith("`pp4_64k_fa2`).")
@@ -276,7 +279,7 @@ def test_the_summary_has_no_interval_for_few_rounds_and_says_what_is_missing(mod
     text = modules.measured_report.summary(launches, None, None)
     assert f"| WLB over Plain-4D, `{LABEL}` | 3.000x |  | 2 x GPU, 2 rounds |" in text
     assert text.endswith("; what `WLBTrainer` adds to a bare loop; convergence.")
-    nothing = {"convergence_diff": None, "convergence_noise": None, "on": ""}
+    nothing = {"changes": {}, "noise": None, "noise_of": "other orders", "on": ""}
     alone = modules.measured_report.summary(None, None, None)
     assert modules.measured_report.summary(None, None, nothing) == alone
     trainer = modules.measured_report.summary(None, trainer_results(modules, two_gpus(modules)), None)

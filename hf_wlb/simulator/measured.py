@@ -41,12 +41,14 @@ class MeasuredStep:
         modelled: Its time by the cost model that it was planned by, in that model's unit.
         spans: Seconds that every forward and backward of every stage took, in the order of the pipeline's schedule, on
             the slowest rank of each, ``[stages][2 x micro-batches]``; empty without a pipeline.
+        planning: Seconds that one rank took to pack the step and to plan its shards; 0 where the line does not say.
     """
 
     plan: StepPlan
     seconds: float
     modelled: float
     spans: tuple[tuple[float, ...], ...] = ()
+    planning: float = 0.0
 
     def composed(self, sends: Sequence[float]) -> float:
         """Seconds from the first forward to the last backward, put together of ``spans`` by the 1F1B schedule.
@@ -91,6 +93,11 @@ class MeasuredVariant:
     steps: tuple[MeasuredStep, ...]
     stream_tokens: int
     stream_modelled: float
+
+    @property
+    def planning_share(self) -> float:
+        """Of the steps' time, what packing and sharding them takes on one rank; it need not wait for any of them."""
+        return sum(step.planning for step in self.steps) / sum(step.seconds for step in self.steps)
 
     def stream_speed(self, seconds: Sequence[float]) -> float:
         """Tokens per second of the whole stream, all GPUs together, if the sampled steps take so long.
@@ -256,7 +263,8 @@ def _step(row: Line, stage_of_rank: Sequence[int]) -> MeasuredStep:
         for micro_batches in row["micro_batch_lengths"]
     )
     spans = _slowest(row["spans"], stage_of_rank) if "spans" in row and len(replicas) == 1 else ()
-    return MeasuredStep(StepPlan(step, replicas), row["seconds"], row["predicted"], spans)
+    planning = row.get("plan_seconds", 0.0) + row.get("shard_seconds", 0.0)
+    return MeasuredStep(StepPlan(step, replicas), row["seconds"], row["predicted"], spans, planning)
 
 
 def _slowest(spans: Sequence[Sequence[float]], stage_of_rank: Sequence[int]) -> tuple[tuple[float, ...], ...]:

@@ -40,6 +40,7 @@ def summary(
     trainer: Mapping[str, Any] | None,
     convergence: Mapping[str, Any] | None,
     composed: Mapping[str, Sequence[Row]] | None = None,
+    pilot: Mapping[str, Any] | None = None,
 ) -> str:
     """The Markdown between the marks of README.md; what is not measured is said in a sentence.
 
@@ -49,10 +50,12 @@ def summary(
         convergence: Of the convergence benchmark: ``changes`` of the held-out loss by packer, the ``noise`` and what
             it is of (``noise_of``), and ``on``, where it ran.
         composed: See ``composed_rows``; of these, the ones of launches whose whole steps were not measured are shown.
+        pilot: Figures of the pilot's steps: ``pilot_planning_share``, and ``on``, where it ran.
     """
     speed_ups = [] if launches is None else speed_up_rows(launches)
     parts: dict[str, list[Row]] = {
         "MFU": mfu_rows(launches, trainer),
+        "packing and planning": planning_rows(launches, pilot),
         "what `WLBTrainer` adds to a bare loop": overhead_rows(trainer),
         "convergence": convergence_rows(convergence),
     }
@@ -134,6 +137,18 @@ def mfu_rows(launches: Sequence[Launch] | None, trainer: Mapping[str, Any] | Non
     if split is not None:
         rows.append((f"highest MFU of a split, `{split[0]}`", f"{split[1]:.1%}", "", split[2]))
     return rows
+
+
+def planning_rows(launches: Sequence[Launch] | None, pilot: Mapping[str, Any] | None) -> list[Row]:
+    """The largest share of a step that packing and planning shards take: of WLB's steps, else of the pilot's."""
+    best = {} if launches is None else end_to_end_report.best_launches(launches)
+    figures = {} if launches is None else end_to_end_report.summary(launches)
+    shares = {label: variants[WLB]["planning_share"] for label, variants in figures.items() if WLB in variants}
+    name = "packing and planning, largest share of a step"
+    if shares:
+        label = max(shares, key=lambda label: shares[label])
+        return [(f"{name}, `{label}`", f"{shares[label]:.3%}", "", trainer_report.where(best[label].about))]
+    return [] if pilot is None else [(f"{name}, pilot", f"{pilot['pilot_planning_share']:.3%}", "", pilot["on"])]
 
 
 def overhead_rows(trainer: Mapping[str, Any] | None) -> list[Row]:

@@ -15,6 +15,7 @@ _WHAT = (
     "simulated. *Predicted* is by the profile of the model and kernel (`results/profile_*.json`), measured on one GPU "
     "in another run, or else by the kernel's preset; *of its spans* is the step put together by 1F1B of the forwards "
     "and backwards as they were measured in it, with simulated sends: what it lacks is the schedule's error alone. "
+    "*Planning* is the time that a rank takes to pack a step and to plan its shards, as a share of the step's. "
     "The pilot was packed by a profile that was measured wrongly, and is short: its speeds say nothing about packers."
 )
 
@@ -37,16 +38,16 @@ def results_table(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> str:
     lines = [
         _WHAT,
         "",
-        "| split, context, kernel | variant | steps | measured s | predicted s | error | of its spans |",
-        "|---|---|---|---|---|---|---|",
+        "| split, context, kernel | variant | steps | measured s | predicted s | error | of its spans | planning |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for launch, check in checks:
         where = f"{launch.split.label}, {launch.context_length // 1024}K, {launch.kernel}"
-        for variant in check.variants:
+        for variant, measured in zip(check.variants, launch.variants, strict=True):
             spans = "" if variant.composed is None else f"{variant.composed / variant.measured - 1:+.1%}"
             lines.append(
                 f"| {where} | {variant.name} | {variant.steps} | {variant.measured:.3f} | {variant.predicted:.3f} | "
-                f"{variant.error:+.1%} | {spans} |"
+                f"{variant.error:+.1%} | {spans} | {measured.planning_share:.3%} |"
             )
     first = checks[0][0]
     lines += [
@@ -57,10 +58,18 @@ def results_table(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> str:
 
 
 def figures(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> Mapping[str, Any]:
-    """The largest error of a prediction, and of a step put together of its own spans."""
+    """The largest error of a prediction and of a step put together of its own spans, the largest share of planning."""
     variants = [variant for _, check in checks for variant in check.variants]
     composed = [abs(one.composed / one.measured - 1) for one in variants if one.composed is not None]
+    planning = max(variant.planning_share for launch, _ in checks for variant in launch.variants)
     return {
+        "pilot_planning_share": round(planning, 5),
         "prediction_error": round(max(check.worst_error for _, check in checks), 4),
         "schedule_error": round(max(composed), 4) if composed else None,
     }
+
+
+def summary(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> dict[str, Any]:
+    """What README says."""
+    first = checks[0][0]
+    return {**figures(checks), "on": f"{first.split.gpus} x {first.device}"}

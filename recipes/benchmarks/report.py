@@ -231,7 +231,7 @@ BENCHMARKS = (
         f"python recipes/benchmarks/end_to_end.py --lengths FILE --output {(RESULTS / PILOT).as_posix()}",
         ((PAGE, "pilot-table", pilot_report.results_table),),
         figures=pilot_report.figures,
-        keys=dict.fromkeys(("prediction_error", "schedule_error"), ""),
+        keys=dict.fromkeys(("pilot_planning_share", "prediction_error", "schedule_error"), ""),
         read=pilot_report.read_checks,
     ),
     Benchmark(
@@ -313,7 +313,9 @@ def summary(results: Mapping[str, Any]) -> str:
     composed = results.get(STAGE_TIMES)
     with next(one for one in BENCHMARKS if one.file == STAGE_TIMES).damage_named():
         rows = {} if composed is None else measured_report.composed_rows(composed)
-    return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures, rows)
+    checks = results.get(PILOT)
+    pilot = None if checks is None else pilot_report.summary(checks)
+    return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures, rows, pilot)
 
 
 def page_text(root: Path, page: str) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,8 @@ from hf_wlb.workload.curves import AttentionCurve, PowerCurve, SegmentTable
 from hf_wlb.workload.profile_schema import PROFILE_SCHEMA, Profile, parse_options, parse_profile
 
 _LONGEST_IN_TABLE = 2**22
+_Samples = tuple[tuple[int, int, float, float], ...]
+_Layers = tuple[tuple[int, int | None], ...]
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -65,8 +67,7 @@ class ProfiledWorkload(WorkloadModel):
 
     @cached_property
     def _attention_curve(self) -> AttentionCurve:
-        q_lens, kv_lens, forward, backward = zip(*self.profile.attention, strict=True)
-        return AttentionCurve(q_lens, kv_lens, self._layer_seconds(forward, backward))
+        return _attention_curve(self.profile.attention, self._forwards)
 
     @cached_property
     def linear_seconds_per_token(self) -> float:
@@ -80,22 +81,19 @@ class ProfiledWorkload(WorkloadModel):
         if self.profile.linear:
             layers = sum(count for count, _ in self.profile.layers)
             tokens, forward, backward = zip(*self.profile.linear, strict=True)
-            seconds = layers * PowerCurve(tokens, self._layer_seconds(forward, backward))(at)
+            seconds = layers * PowerCurve(tokens, _seconds(forward, backward, self._forwards))(at)
         for samples in ends:
             tokens, forward, backward = zip(*samples, strict=True)
-            seconds = seconds + PowerCurve(tokens, [f + b for f, b in zip(forward, backward, strict=True)])(at)
+            seconds = seconds + PowerCurve(tokens, _seconds(forward, backward))(at)
         return float(seconds[0] / at[0])
 
-    def _layer_seconds(self, forward: tuple[float, ...], backward: tuple[float, ...]) -> list[float]:
-        """Forward plus backward of one layer, for every sample."""
-        forwards = 2 if self.gradient_checkpointing else 1
-        return [forwards * f + b for f, b in zip(forward, backward, strict=True)]
+    @property
+    def _forwards(self) -> int:
+        """Of every layer in a step."""
+        return 2 if self.gradient_checkpointing else 1
 
     def _attention(self, q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
-        total = np.zeros(np.broadcast_shapes(q_len.shape, kv_len.shape))
-        for count, window in self.profile.layers:
-            total = total + count * self._attention_curve.seconds(q_len, kv_len, window)
-        return total
+        return _of_all_layers(self._attention_curve, self.profile.layers, q_len, kv_len)
 
     def attention(self, lengths: Lengths) -> Any:
         """W_a of whole documents; see ``WorkloadModel``."""
@@ -124,7 +122,7 @@ class ProfiledWorkload(WorkloadModel):
 
     @cached_property
     def _segments(self) -> SegmentTable:
-        return SegmentTable(self._attention, _LONGEST_IN_TABLE)
+        return _segment_table(self.profile.attention, self.profile.layers, self._forwards)
 
     def exchange(self, tokens: int, cp_size: int) -> float:
         """Gathers of keys and values and the reduction of their gradients; see ``WorkloadModel``.
@@ -233,6 +231,29 @@ class ProfiledWorkload(WorkloadModel):
             ValueError: if it is no JSON, or see ``parse_profile``.
         """
         return cls.from_dict(read_json(path, "profile"), f"The profile {path}")
+
+
+def _seconds(forward: Sequence[float], backward: Sequence[float], forwards: int = 1) -> list[float]:
+    """For every sample."""
+    return [forwards * f + b for f, b in zip(forward, backward, strict=True)]
+
+
+def _attention_curve(samples: _Samples, forwards: int) -> AttentionCurve:
+    q_lens, kv_lens, forward, backward = zip(*samples, strict=True)
+    return AttentionCurve(q_lens, kv_lens, _seconds(forward, backward, forwards))
+
+
+def _of_all_layers(curve: AttentionCurve, layers: _Layers, q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
+    total = np.zeros(np.broadcast_shapes(q_len.shape, kv_len.shape))
+    for count, window in layers:
+        total = total + count * curve.seconds(q_len, kv_len, window)
+    return total
+
+
+@lru_cache(maxsize=8)
+def _segment_table(samples: _Samples, layers: _Layers, forwards: int) -> SegmentTable:
+    """Made in a third of a second, and kept for other models of the same profile: 4 MB each."""
+    return SegmentTable(partial(_of_all_layers, _attention_curve(samples, forwards), layers), _LONGEST_IN_TABLE)
 
 
 def read_json(path: str | Path, what: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import end_to_end_report
@@ -52,15 +53,15 @@ def summary(
         composed: See ``composed_rows``; of these, the ones of launches whose whole steps were not measured are shown.
         pilot: Figures of the pilot's steps: ``pilot_planning_share``, and ``on``, where it ran.
     """
-    speed_ups = [] if launches is None else speed_up_rows(launches)
+    whole = WholeSteps.of(launches or ())
+    speed_ups = speed_up_rows(whole)
     parts: dict[str, list[Row]] = {
-        "MFU": mfu_rows(launches, trainer),
-        "packing and planning": planning_rows(launches, pilot),
+        "MFU": mfu_rows(whole, trainer),
+        "packing and planning": planning_rows(whole, pilot),
         "what `WLBTrainer` adds to a bare loop": overhead_rows(trainer),
         "convergence": convergence_rows(convergence),
     }
-    figures = {} if launches is None else end_to_end_report.summary(launches)
-    missing = [f"`{label}`" for label in LAUNCHES if "speedup" not in figures.get(label, {}).get(WLB, {})]
+    missing = [f"`{label}`" for label in LAUNCHES if "speedup" not in whole.of_wlb.get(label, {})]
     stages = [row for label, found in (composed or {}).items() if f"`{label}`" in missing for row in found]
     absent = [f"whole steps against Plain-4D ({', '.join(missing)})"] if missing else []
     absent += [name for name, found in parts.items() if not found]
@@ -87,13 +88,36 @@ def _said_before(speed_ups: bool, composed: bool) -> str:
     return " ".join([_SPEED_UPS if speed_ups else "Measured.", *([_COMPOSED] if composed else [])])
 
 
-def speed_up_rows(launches: Sequence[Launch]) -> list[Row]:
+@dataclass(frozen=True)
+class WholeSteps:
+    """What the end-to-end benchmark measured.
+
+    Attributes:
+        best: By label the launch with the most rounds.
+        of_wlb: WLB's figures in these, of those that ran it.
+    """
+
+    best: Mapping[str, Launch]
+    of_wlb: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, launches: Sequence[Launch]) -> WholeSteps:
+        """Of all launches that there are."""
+        figures = end_to_end_report.summary(launches)
+        of_wlb = {label: variants[WLB] for label, variants in figures.items() if WLB in variants}
+        return cls(end_to_end_report.best_launches(launches), of_wlb)
+
+    def on(self, label: str) -> str:
+        """The machine of a launch, in words."""
+        return trainer_report.where(self.best[label].about)
+
+
+def speed_up_rows(whole: WholeSteps) -> list[Row]:
     """WLB's speed-ups, launch by launch."""
-    best, figures = end_to_end_report.best_launches(launches), end_to_end_report.summary(launches)
     rows: list[Row] = []
-    for label, launch in best.items():
-        found = figures[label].get(WLB, {})
-        on = f"{trainer_report.where(launch.about)}, {len(launch.rounds)} rounds"
+    for label, launch in whole.best.items():
+        found = whole.of_wlb.get(label, {})
+        on = f"{whole.on(label)}, {len(launch.rounds)} rounds"
         rows += [
             (f"WLB over {other}, `{label}`", f"{found[name]:.3f}x", _interval(found[f"{name}_interval"]), on)
             for name, other in COMPARED.items()
@@ -122,32 +146,26 @@ def _interval(ends: Sequence[float] | None) -> str:
     return "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
-def mfu_rows(launches: Sequence[Launch] | None, trainer: Mapping[str, Any] | None) -> list[Row]:
+def mfu_rows(whole: WholeSteps, trainer: Mapping[str, Any] | None) -> list[Row]:
     """The highest MFU of WLB's steps, and of the splits of the trainer's benchmark."""
     rows: list[Row] = []
-    best = {} if launches is None else end_to_end_report.best_launches(launches)
-    figures = {} if launches is None else end_to_end_report.summary(launches)
-    shares = {label: variants[WLB]["mfu"] for label, variants in figures.items() if WLB in variants}
-    known = {label: share for label, share in shares.items() if share is not None}
+    known = {label: row["mfu"] for label, row in whole.of_wlb.items() if row["mfu"] is not None}
     if known:
         label = max(known, key=lambda label: known[label])
-        where = trainer_report.where(best[label].about)
-        rows.append((f"highest MFU of WLB's steps, `{label}`", f"{known[label]:.1%}", "", where))
+        rows.append((f"highest MFU of WLB's steps, `{label}`", f"{known[label]:.1%}", "", whole.on(label)))
     split = None if trainer is None else trainer_report.best_mfu(trainer)
     if split is not None:
         rows.append((f"highest MFU of a split, `{split[0]}`", f"{split[1]:.1%}", "", split[2]))
     return rows
 
 
-def planning_rows(launches: Sequence[Launch] | None, pilot: Mapping[str, Any] | None) -> list[Row]:
+def planning_rows(whole: WholeSteps, pilot: Mapping[str, Any] | None) -> list[Row]:
     """The largest share of a step that packing and planning shards take: of WLB's steps, else of the pilot's."""
-    best = {} if launches is None else end_to_end_report.best_launches(launches)
-    figures = {} if launches is None else end_to_end_report.summary(launches)
-    shares = {label: variants[WLB]["planning_share"] for label, variants in figures.items() if WLB in variants}
     name = "packing and planning, largest share of a step"
+    shares = {label: row["planning_share"] for label, row in whole.of_wlb.items()}
     if shares:
         label = max(shares, key=lambda label: shares[label])
-        return [(f"{name}, `{label}`", f"{shares[label]:.3%}", "", trainer_report.where(best[label].about))]
+        return [(f"{name}, `{label}`", f"{shares[label]:.3%}", "", whole.on(label))]
     return [] if pilot is None else [(f"{name}, pilot", f"{pilot['pilot_planning_share']:.3%}", "", pilot["on"])]
 
 

@@ -332,6 +332,21 @@ class StepModel:
             tuple(attention[np.arange(len(slowest)), slowest].tolist()),
         )
 
+    def waiting(self, plan: ShardPlan) -> tuple[FloatArray, FloatArray]:
+        """What ``micro_batch`` has ranks wait for in all layers: the exchange that does not hide, and one another.
+
+        Args:
+            plan: Of the micro-batch; its prediction is not needed.
+
+        Returns:
+            Seconds of every rank in forward and in backward, each ``[ranks]``.
+        """
+        found = np.zeros((2, self.split.cp_size))
+        for window in self._windows:
+            _, _, forward, backward = self._rank_seconds(window, plan, self.rank_costs(plan, window.workload))
+            found += forward, backward
+        return found[0], found[1]
+
     def _rank_seconds(
         self, window: _Window, plan: ShardPlan, parts: RankCosts
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:

@@ -32,6 +32,12 @@ _COMPOSED = (
     "configurations, and what else there is to know of them, are in "
     "[results](docs/results.md#stages-measured-on-one-gpu)."
 )
+#: Said after it where a row's ranks share micro-batches.
+_SHARED = (
+    "In those *with a simulated exchange* every context-parallel rank's computing was measured, on that one GPU, but "
+    "the exchange of keys and values between ranks was not: it takes what the simulator says."
+)
+_SIMULATED = " with a simulated exchange"
 
 Row = tuple[str, str, str, str]
 
@@ -69,7 +75,7 @@ def summary(
     lines: list[str] = []
     if rows:
         lines = [
-            _said_before(bool(speed_ups), bool(stages)),
+            _said_before(bool(speed_ups), bool(stages), any(_SIMULATED in name for name, *_ in stages)),
             "",
             "| measured | figure | 95% interval | on |",
             "|---|---|---|---|",
@@ -81,11 +87,12 @@ def summary(
     return "\n".join(lines)
 
 
-def _said_before(speed_ups: bool, composed: bool) -> str:
-    """Above the table; whether it has rows of either kind."""
+def _said_before(speed_ups: bool, composed: bool, shared: bool) -> str:
+    """Above the table; whether it has rows of either kind, and of the second some with a simulated exchange."""
     if not speed_ups and not composed:
         return "Measured:"
-    return " ".join([_SPEED_UPS if speed_ups else "Measured.", *([_COMPOSED] if composed else [])])
+    said = [_SPEED_UPS if speed_ups else "Measured.", _COMPOSED if composed else "", _SHARED if shared else ""]
+    return " ".join(filter(None, said))
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ def composed_rows(launches: Sequence[Launch]) -> dict[str, list[Row]]:
     for label, launch in best.items():
         found, device = figures[label].get(WLB, {}), launch.about["device"]
         on = f"{trainer_report.where(launch.about['measured_on'])}, {len(launch.rounds)} rounds"
-        made = f"stages measured on one {device}, put together by 1F1B"
+        simulated = _SIMULATED if launch.about["settings"]["cp_size"] > 1 else ""
+        made = f"stages measured on one {device}, put together by 1F1B{simulated}"
         rows[label] = [
             (f"WLB over {other}, `{label}`, {made}", f"{found[name]:.3f}x", _interval(found[f"{name}_interval"]), on)
             for name, other in COMPARED.items()

@@ -2,6 +2,7 @@
 
     python recipes/benchmarks/stage_times.py --lengths FILE                        # PP4; 128K and 64K, two kernels
     python recipes/benchmarks/stage_times.py --lengths FILE --configurations pp4_32k_fa2 pp4_96k_fa2 pp4_160k_fa2
+    python recipes/benchmarks/stage_times.py --lengths FILE --configurations pp2cp2_128k_fa2 pp2cp2_128k_fa4
     python recipes/benchmarks/stage_times.py --quick --use-cpu                     # tiny
     python recipes/benchmarks/stage_times.py --show                                # tables of the results
     python recipes/benchmarks/stage_times.py --write-readme                        # renews docs/results.md
@@ -10,6 +11,11 @@ Whole steps on four GPUs are measured by ``end_to_end.py``; this is for who has 
 sampled steps: one decoder layer, the embedding, and the last norm with head and loss are run forward and backward over
 every micro-batch of a step, and 1F1B puts the stages' times together. Not in it are what sends and computing take from
 one another, the clocks of four GPUs at work, and clipping and the optimizer, which are the same for all variants.
+
+Where ranks share micro-batches (``cp_size``), every rank's shard is run on the one GPU, one rank after the other, by
+the plan that the trainer would make. The exchange of keys and values between ranks is not measured: a stand-in takes
+its place (``stage_times_exchange.py``), and what a layer waits for it is added as the simulator prices it
+(``stage_times_compose.py``). If the profile does not say what an exchange takes, shards are planned with that price.
 
 All configurations take turns in one process, round by round. A line of JSON is written after every step; a launch that
 is started again with the same settings and ``--output`` goes on with other steps of the sample. The last line printed
@@ -50,11 +56,13 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp4_32k_fa2": {"context_length": 32 * K, "kernel": "flash-attn-2"},
     "pp4_96k_fa2": {"context_length": 96 * K, "kernel": "flash-attn-2"},
     "pp4_160k_fa2": {"context_length": 160 * K, "kernel": "flash-attn-2"},
+    "pp2cp2_128k_fa2": {"context_length": 128 * K, "kernel": "flash-attn-2", "pp_size": 2, "cp_size": 2},
+    "pp2cp2_128k_fa4": {"context_length": 128 * K, "kernel": "flash-attn-4", "pp_size": 2, "cp_size": 2},
 }
 DEFAULT = ("pp4_128k_fa2", "pp4_128k_fa4", "pp4_64k_fa2", "pp4_64k_fa4")
 #: The same for ``--quick``, whose other settings are the end-to-end benchmark's quick ones.
-QUICK: Mapping[str, Mapping[str, Any]] = {"quick": {}, "quick_m8": {"micro_batches": 8}}
-_FIXED = ("context_length", "kernel", "micro_batches")  # by the configuration
+QUICK: Mapping[str, Mapping[str, Any]] = {"quick": {}, "quick_m8": {"micro_batches": 8}, "quick_cp2": {"cp_size": 2}}
+_FIXED = ("context_length", "kernel", "micro_batches")  # by the configuration; so may be others, such as pp_size
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -134,11 +142,10 @@ def check_split(settings: Settings) -> None:
     Raises:
         ValueError: Naming what cannot be.
     """
-    shared = [f"{name}={size}" for name in ("cp_size", "tp_size") if (size := getattr(settings, name)) > 1]
-    if shared:
+    if settings.tp_size > 1:
         raise ValueError(
-            f"{' and '.join(shared)}: ranks that share micro-batches or matrices talk to one another inside a layer, "
-            "which one GPU cannot measure. Leave it at 1, or run end_to_end.py on as many GPUs."
+            f"tp_size={settings.tp_size}: ranks that share every matrix talk to one another inside a layer, time and "
+            "again, which one GPU cannot measure. Leave it at 1, or run end_to_end.py on as many GPUs."
         )
     if settings.pp_size < 2:
         raise ValueError("pp_size must be at least 2: without a pipeline there are no stages to put together.")
@@ -147,6 +154,23 @@ def check_split(settings: Settings) -> None:
         raise ValueError(
             f"{processes} processes were started, but one replica is measured on one GPU: start it with python alone."
         )
+
+
+def settings_given(options: argparse.Namespace, name: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which a configuration is run: those of the command line, and what it fixes.
+
+    Raises:
+        ValueError: If both say something, and not the same.
+    """
+    known = vars(options)
+    for key, value in fixed.items():
+        asked = known.get(key)
+        if asked is not None and asked != value:
+            raise ValueError(
+                f"Configuration {name} has {key}={value}, but --{key} {asked} was given: leave that out, or choose "
+                "other --configurations."
+            )
+    return {**known, **dict.fromkeys(_FIXED), **fixed}
 
 
 def jobs_of(options: argparse.Namespace, folder: Path) -> list[Job]:
@@ -164,7 +188,7 @@ def jobs_of(options: argparse.Namespace, folder: Path) -> list[Job]:
     output = options.output or (folder / "results.jsonl" if options.quick else RESULTS)
     jobs = []
     for name, given in chosen_configurations(options).items():
-        own = {**vars(options), **dict.fromkeys(_FIXED), **given, "output": output}
+        own = {**settings_given(options, name, given), "output": output}
         own["profile"] = profiles.get(str(own["kernel"]))
         job = end_to_end.job_of(argparse.Namespace(**own), folder)
         check_split(job.settings)

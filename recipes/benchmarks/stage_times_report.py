@@ -1,8 +1,6 @@
-"""Steps of a pipeline put together from times that one GPU measured: composition, figures, tables, a picture. No torch.
+"""Steps of a pipeline put together from times that one GPU measured: their figures, tables, a picture. No torch.
 
-A stage's forward of a micro-batch takes as many times one layer's as the stage has layers, with the embedding's on the
-first stage and the head's on the last; the backward likewise. The simulator's own schedule (1F1B) and solver say when
-each runs, and its NVLink how long hidden states are on their way (``CLUSTER``).
+See ``stage_times_compose`` for how they are put together.
 """
 
 from __future__ import annotations
@@ -19,37 +17,31 @@ from end_to_end_report import COMPARED, Launch, _with_interval, best_launches, v
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from readme_table import between_marks, marks
+from stage_times_compose import PARTS, compose, part_seconds
 
 from hf_wlb.analysis.simulation import committed_profile
 from hf_wlb.plots.style import GREY, INK, quiet, save
-from hf_wlb.simulator.cluster import CLUSTERS, send_seconds
+from hf_wlb.sharding.types import FloatArray
 from hf_wlb.simulator.measured import MeasuredLaunch, read_rounds
 from hf_wlb.simulator.paper import FIGURE_14
-from hf_wlb.simulator.schedules import ScheduleConfig
 from hf_wlb.simulator.step import StepSimulator
 from hf_wlb.simulator.systems import sharder_of
-from hf_wlb.simulator.timeline import OpTimes, Timeline, run_schedule
 from hf_wlb.simulator.validation import LaunchCheck, VariantCheck, step_model
 
 MARKS = marks("stage-times-table")
-#: Whose NVLink hidden states take: of the simulator's presets all Hopper ones have the same.
-CLUSTER = "h100"
-#: What is timed, by the name that a step's line has it under: the part (layer, embedding, head), forward or backward.
-_PARTS = ("layer", "embedding", "head")
-PARTS = {
-    f"{part}_{way}": (place, back)
-    for place, part in enumerate(_PARTS)
-    for back, way in enumerate(("forward", "backward"))
-}
-
 #: What the results hold besides what ``end_to_end_report.COLUMNS`` says, in words.
 COLUMNS = {
     "composed": "true: seconds were not measured as a whole",
     "times": "seconds on one GPU by micro-batch, replica by replica as micro_batch_lengths: of one decoder layer "
-    "(backward with its recomputation), of the embedding, of the last norm with head and loss",
+    "(backward with its recomputation), of the embedding, of the last norm with head and loss; where ranks share "
+    "micro-batches rank by rank, as each computed its shard on the one GPU with a stand-in for the exchange",
+    "shards": "where ranks share micro-batches, their plans, replica by replica: every document's rank (-1 if it is "
+    "cut), and the edges of the cut ones' chunks",
     "seconds": "of the step put together by 1F1B, from the first forward to the last backward; no optimizer",
     "handover": "of a launch: whose NVLink, and the bytes of a token's hidden states",
-    "devices": "of a launch: that measured; the composed step has pp_size",
+    "exchange": "of a launch: by which preset the exchange of keys and values is priced; of a composed step: its share "
+    "of the work of all micro-batches",
+    "devices": "of a launch: that measured; the composed step has pp_size x cp_size",
     "peak_gib": "of the one GPU, which holds no stage but one layer, embedding and head",
     "queue_seconds": "the host's, to queue all layers of the step; wall_seconds: of the whole measurement",
 }
@@ -57,7 +49,7 @@ COLUMNS = {
 _WHAT = (
     "Measured on one GPU: one decoder layer (times the layers of a stage), embedding, and head with loss, forward "
     "and backward, of every micro-batch of the sampled steps. Put together by 1F1B, not measured: sends (the "
-    "simulator's NVLink, without what they take from computing), the clocks of {stages} GPUs at work, and the "
+    "simulator's NVLink, without what they take from computing), the clocks of {gpus} GPUs at work, and the "
     "optimizer, which is left out for all variants alike. Whole steps on four GPUs are a separate benchmark, "
     "`end_to_end.py`.\n\n"
     "Every variant's steps are a sample of its own stream over the same documents, and hold other documents than "
@@ -68,6 +60,17 @@ _WHAT = (
     "cases. Launches of different commits ran on different machines; the same micro-batches took about 3% longer "
     "on one of them."
 )
+#: Said below it where ranks share micro-batches.
+_SHARED = (
+    "With context parallelism (cp in the name) every rank's shard of a micro-batch, by the plan that the trainer would "
+    "make, was run on the one GPU, one rank after the other, and the slowest rank counts in every part. **The exchange "
+    "of keys and values between ranks is simulated, not measured**: a stand-in gave attention random numbers in the "
+    "place of what other ranks would have sent, and a layer's time has on top what the simulator has a rank wait for "
+    "under that plan: its links, less what hides behind attention to local documents, and ranks that have more to do "
+    "on cut documents (copies around the exchange were measured with the rest). The column *exchange* is its share of "
+    "all work. Predictions have the same exchange, so their errors say nothing of it; and where no profile says what "
+    "it takes, shards were planned by it as well."
+)
 _SHORT = {
     "speedup": "over Plain-4D",
     "speedup_vs_concat_cut": "over Plain-4D that cuts",
@@ -77,58 +80,11 @@ _SHORT = {
 Row = Mapping[str, Any]
 
 
-# ---- composition ----
-
-
-def compose(about: Row, step: Row) -> Timeline:
-    """A step on all stages of its slowest replica.
-
-    Args:
-        about: The launch's line: ``stage_layers`` and ``handover``.
-        step: The step's line: ``times`` and ``micro_batch_lengths``.
-
-    Two micro-batches of 1 + 2 s a layer, on stages of 2 and 1 layers, a head of 0.5 + 0.5 s, nothing else:
-
-    >>> times = {name: [[0.0, 0.0]] for name in PARTS}
-    >>> times |= {"layer_forward": [[1.0, 1.0]], "layer_backward": [[2.0, 2.0]]}
-    >>> times |= {"head_forward": [[0.5, 0.5]], "head_backward": [[0.5, 0.5]]}
-    >>> about = {"stage_layers": [2, 1], "handover": {"cluster": "h100", "bytes_per_token": 0}}
-    >>> compose(about, {"times": times, "micro_batch_lengths": [[[5], [3, 2]]]}).seconds
-    14.0
-    """
-    replicas = range(len(step["micro_batch_lengths"]))
-    return max((_replica(about, step, replica) for replica in replicas), key=lambda timeline: timeline.seconds)
-
-
-def _replica(about: Row, step: Row, replica: int) -> Timeline:
-    layers = np.array(about["stage_layers"], dtype=np.float64)
-    passes = []
-    for way in ("forward", "backward"):
-        layer, embedding, head = (np.array(step["times"][f"{part}_{way}"][replica]) for part in _PARTS)
-        taken = np.multiply.outer(layers, layer)  # [stages, micro-batches]
-        taken[0] += embedding
-        taken[-1] += head
-        passes.append(taken[..., None])
-    tokens = [sum(lengths) for lengths in step["micro_batch_lengths"][replica]]
-    send = [[handover_seconds(about, count)] for count in tokens]
-    return run_schedule(ScheduleConfig(), len(layers), OpTimes(passes[0], passes[1], np.array(send)))
-
-
-def handover_seconds(about: Row, tokens: int) -> float:
-    """For hidden states of a micro-batch to the next stage; the slowest hop is the one that counts.
-
-    >>> about = {"stage_layers": [3, 3, 3, 2], "handover": {"cluster": "h100", "bytes_per_token": 4 * 4096}}
-    >>> 0.001 < handover_seconds(about, 131072) < 0.02
-    True
-    """
-    given = about["handover"]
-    cluster = CLUSTERS[given["cluster"]]
-    inside = len(about["stage_layers"]) <= cluster.gpus_per_node
-    return float(send_seconds(cluster, 1 if inside else cluster.gpus_per_node, tokens * given["bytes_per_token"]))
+# ---- read ----
 
 
 def read_launches(text: str) -> list[Launch]:
-    """Reads the lines of a results file; every step is put together anew, on as many devices as it has stages.
+    """Reads the lines of a results file; every step is put together anew, as on a device for every rank of every stage.
 
     Raises:
         ValueError: If a step's launch has no line before it, or has whole steps.
@@ -143,7 +99,8 @@ def _composed(about: Row, rounds: Sequence[Mapping[str, Row]]) -> Launch:
         )
     found = [{variant: {**step, **_whole(about, step)} for variant, step in steps.items()} for steps in rounds]
     measured = {"device": about["device"], "devices": about["devices"]}
-    return Launch({**about, "devices": len(about["stage_layers"]), "measured_on": measured}, found)
+    devices = len(about["stage_layers"]) * about["settings"]["cp_size"]
+    return Launch({**about, "devices": devices, "measured_on": measured}, found)
 
 
 def _whole(about: Row, step: Row) -> dict[str, Any]:
@@ -151,16 +108,26 @@ def _whole(about: Row, step: Row) -> dict[str, Any]:
     timeline = compose(about, step)
     spans = np.stack([timeline.begins, timeline.ends], axis=2).reshape(timeline.pp_size, -1)
     work = (timeline.ends - timeline.begins).sum(axis=1)
-    layers = sum(about["stage_layers"])
-    micro_batches = sum(
-        (layers if name.startswith("layer") else 1) * np.array(step["times"][name], dtype=np.float64) for name in PARTS
-    )
-    return {
+    micro_batches = _micro_batches(about, step)
+    found = {
         "seconds": timeline.seconds,
         "spans": spans.tolist(),
         "bubble": 1 - float(work.sum()) / (timeline.pp_size * timeline.seconds),
         "slowest": float(micro_batches.max() / micro_batches.mean()),
     }
+    if "shards" in step:
+        found["exchange"] = 1 - float(_micro_batches(about, step, exchange=False).sum() / micro_batches.sum())
+    return found
+
+
+def _micro_batches(about: Row, step: Row, *, exchange: bool = True) -> FloatArray:
+    """Seconds that every micro-batch takes on all stages, ``[replicas, micro-batches]``."""
+    layers = sum(about["stage_layers"])
+    replicas = []
+    for replica in range(len(step["micro_batch_lengths"])):
+        seconds = part_seconds(about, step, replica, exchange=exchange)
+        replicas.append(sum((layers if name.startswith("layer") else 1) * seconds[name] for name in PARTS))
+    return np.array(replicas)
 
 
 # ---- figures ----
@@ -190,7 +157,7 @@ def _checked(launch: str, fingerprint: object) -> tuple[LaunchCheck | None, str]
         return None, str(error)
     found = []
     for variant in measured.variants:
-        simulator = StepSimulator(model, sharder_of(variant.system.sharding, 1, measured.workload))
+        simulator = StepSimulator(model, sharder_of(variant.system.sharding, measured.split.cp_size, measured.workload))
         predicted = [simulator.step(step.plan).pipeline_seconds for step in variant.steps]
         seconds = [step.seconds for step in variant.steps]
         found.append(
@@ -225,11 +192,19 @@ def rows_of(launch: Launch) -> dict[str, dict[str, Any]]:
             "bubble": round(
                 float((launch.column(variant, "bubble") * launch.column(variant, "seconds")).mean()) / seconds, 4
             ),
+            **_exchange_share(launch, variant),
             "predicted_seconds": None if said is None else round(said, 4),
             "prediction_error": None if said is None else round(said / seconds - 1, 4),
             "ranks_equal": None if check is None else check.ranks_equal,
         }
     return found
+
+
+def _exchange_share(launch: Launch, variant: str) -> dict[str, float]:
+    """Of the exchange in a variant's work, where ranks share micro-batches."""
+    if launch.about["settings"]["cp_size"] == 1:
+        return {}
+    return {"exchange": round(float(launch.column(variant, "exchange").mean()), 4)}
 
 
 def summary(launches: Iterable[Launch]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -266,12 +241,13 @@ def result(figures: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
 
 def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> list[str]:
     """A Markdown table of a configuration's variants, and what was run."""
+    cp_size = launch.about["settings"]["cp_size"]
     lines = [
-        f"**{label}**, {len(launch.rounds)} rounds, composed",
+        f"**{label}**, {len(launch.rounds)} rounds, composed{', the exchange simulated' if cp_size > 1 else ''}",
         "",
         "| variant | tokens/s/GPU, whole stream | over Plain-4D | over cut | over Fixed-4D | slowest micro-batch over "
-        "mean | bubble | MFU | step s | predicted s | error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"mean | bubble | {'exchange | ' if cp_size > 1 else ''}MFU | step s | predicted s | error |",
+        f"|---|---|---|---|---|---|---|{'---|' if cp_size > 1 else ''}---|---|---|---|",
     ]
     for name in (variant.name for variant in VARIANTS if variant.name in rows):
         row = rows[name]
@@ -282,6 +258,7 @@ def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> 
             *(_with_interval(row, column, 3) for _, column in COMPARED),
             f"{row['slowest']:.3f}",
             f"{row['bubble']:.1%}",
+            *([f"{row['exchange']:.1%}"] if cp_size > 1 else []),
             "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
             f"{row['step_seconds']:.3f}",
             f"{row['predicted_seconds']:.3f}" if predicted else "-",
@@ -292,13 +269,14 @@ def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> 
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     check, by = checked(launch)
     ranked = {True: ", which ranks variants as measured", False: ", which ranks variants otherwise than measured"}
+    shared = f", each shared by {cp_size} context-parallel ranks" if cp_size > 1 else ""
     said = f"Not predicted: {by}" if check is None else f"Predicted by {by}{ranked.get(check.ranks_equal, '')}."
     return [
         *lines,
         "",
         f"A {settings['model']} Llama of {settings['layers'] or 'all its'} layers on stages of "
         f"{', '.join(map(str, about['stage_layers']))}, {settings['micro_batches']} micro-batches of "
-        f"{settings['context_length']:,} tokens a step, measured on {about['measured_on']['devices']} x "
+        f"{settings['context_length']:,} tokens a step{shared}, measured on {about['measured_on']['devices']} x "
         f"{about['device']}, lengths `{settings['lengths']}`. "
         f"{said} {versions}; {about.get('date', '')}, commit "
         f"{about.get('commit', '')}; `{about.get('command', '')}`.",
@@ -345,9 +323,12 @@ def results_tables(launches: Sequence[Launch]) -> str:
         ValueError: If there is no launch with a whole round.
     """
     tables = configuration_tables(launches)
-    stages = sorted({len(launch.about["stage_layers"]) for launch in best_launches(launches).values()})
-    said = _WHAT.format(stages=" or ".join(map(str, stages)))
-    return "\n".join([said, "", tables])
+    best = best_launches(launches).values()
+    gpus = sorted({launch.about["devices"] for launch in best})
+    said = [_WHAT.format(gpus=" or ".join(map(str, gpus)))]
+    if any(launch.about["settings"]["cp_size"] > 1 for launch in best):
+        said += ["", _SHARED]
+    return "\n".join([*said, "", tables])
 
 
 def with_table(page: str, table: str) -> str:
@@ -377,7 +358,8 @@ def draw(launches: Iterable[Launch], file: Path) -> Path:
     Raises:
         ValueError: If there is none.
     """
-    shown = drawn_speedups(summary(launches))
+    figures = summary(launches)
+    shown = drawn_speedups(figures)
     if not shown:
         raise ValueError("There is no configuration in which WLB and another variant were measured.")
     names = [name for _, name in COMPARED if any(name in own for own in shown.values())]
@@ -409,7 +391,9 @@ def draw(launches: Iterable[Launch], file: Path) -> Path:
     axes.set_xlim(low - 0.05 * room, high + 0.15 * room)
     axes.set_ylim(len(shown) - 0.45, -0.55)
     axes.set_yticks(range(len(shown)), list(shown))
-    axes.set_xlabel("tokens per second over the same documents, 95% intervals", color=INK)
+    shared = any("exchange" in rows.get(WLB, {}) for rows in figures.values())
+    simulated = "\n(cp: with a simulated exchange between ranks)" if shared else ""
+    axes.set_xlabel(f"tokens per second over the same documents, 95% intervals{simulated}", color=INK)
     figure.legend(loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
     return save(figure, file)
 

@@ -20,19 +20,34 @@ from typing import Any
 import numpy as np
 import torch
 from end_to_end import Job
-from end_to_end_cases import Stream, Turn, chosen_variants, documents, lengths_of, streams, turns
+from end_to_end_cases import (
+    Settings,
+    Stream,
+    Turn,
+    Variant,
+    chosen_variants,
+    documents,
+    lengths_of,
+    sharder_of,
+    streams,
+    turns,
+)
 from end_to_end_run import GIB, arguments, launch_line, model_config
-from stage_times_report import CLUSTER, PARTS, compose
+from stage_times_compose import CLUSTER, PARTS, compose, exchange_cluster, exchange_row, plan_row, with_exchange
+from stage_times_exchange import Filler, StandInExchange
 
 from hf_wlb.attention import AttentionContext, check_isolation, register
 from hf_wlb.attention.registration import MASKLESS
 from hf_wlb.compilation import compile_decoder_layers
+from hf_wlb.data import WLBDataCollator
 from hf_wlb.lengths import load_lengths
 from hf_wlb.loss import HeadLoss
 from hf_wlb.parallel import ParallelMesh, ParameterLayout
 from hf_wlb.parallel.pipeline import PipelineStage, cut_stage, find_parts, materialise, skeleton
+from hf_wlb.profiling import device_name
 from hf_wlb.profiling.pieces import micro_batch
 from hf_wlb.profiling.timing import Stopwatch
+from hf_wlb.sharding import Sharder
 from hf_wlb.trainer.attention import TrainerAttention
 from hf_wlb.trainer.stages import stage_layout
 from hf_wlb.trainer.training_loss import TrainingLoss
@@ -56,13 +71,14 @@ class Measured:
     """What a step's micro-batches took.
 
     Attributes:
-        times: Seconds of every micro-batch, by the names of ``stage_times_report.PARTS``.
+        times: Seconds of every rank for every micro-batch, ``[ranks][micro-batches]``, by the names of
+            ``stage_times_compose.PARTS``.
         queue_seconds: Of the host, to queue all layers.
         loss: Of a token, the mean over micro-batches.
         peak_gib: Allocated at most.
     """
 
-    times: dict[str, list[float]]
+    times: dict[str, list[list[float]]]
     queue_seconds: float
     loss: float
     peak_gib: float
@@ -100,6 +116,7 @@ class Parts:
         for stage in self._stages:
             stage.model.to(self._device).train()
         self._loss = trainer_loss(self._head.model, args)
+        self._filler = Filler()
         shape = (most_tokens, int(config.hidden_size))
         # What the stage before would have sent, and the gradient that the one behind would have.
         self._received, self._gradient = (torch.randn(shape, device=self._device) for _ in range(2))
@@ -121,19 +138,24 @@ class Parts:
         attention = TrainerAttention(args, self._attending, ParallelMesh())
         return attention.plan_of({}, training=True)["wlb_context"], attention.kernels
 
-    def step(self, lengths: Sequence[Sequence[int]], context: AttentionContext) -> Measured:
-        """Runs all parts over a step's micro-batches, forward and backward.
+    def step(
+        self, lengths: Sequence[Sequence[int]], context: AttentionContext, sharder: Sharder | None = None
+    ) -> Measured:
+        """Runs all parts over a step's micro-batches, forward and backward; of each all ranks' shards, in turns.
 
         Args:
             lengths: Of the documents, micro-batch by micro-batch.
             context: See ``context``.
+            sharder: Shares micro-batches out over ranks, which exchange nothing but believe they do, see
+                ``stage_times_exchange``; None where one rank has them to itself.
 
         Raises:
             RuntimeError: If it is nothing like training.
         """
         on_gpu = self._device.type == "cuda"
-        micro_batches = [micro_batch(self._config, np.array(own), self._device, context) for own in lengths]
-        numbers = [torch.tensor(sum(own), device=self._device) for own in lengths]
+        ranks = 1 if sharder is None else sharder.config.cp_size
+        shards = [shard for own in lengths for shard in self._shards(own, context, sharder)]
+        numbers = [torch.tensor(sum(own), device=self._device) for own in lengths for _ in range(ranks)]
         for stage in self._stages:
             stage.model.zero_grad()
         if on_gpu:
@@ -142,22 +164,36 @@ class Parts:
         self._watch = Stopwatch(self._device, ahead_ms=0.0)
         self._lead_in()
         begun = time.perf_counter()
-        for inputs in micro_batches:
+        for inputs in shards:
             self._time(self._layer, inputs)
         queued = time.perf_counter() - begun
-        for inputs in micro_batches:
+        for inputs in shards:
             self._time(self._embedding, inputs)
         losses = [
             self._time(self._head, {**inputs, "num_items_in_batch": number})
-            for inputs, number in zip(micro_batches, numbers, strict=True)
+            for inputs, number in zip(shards, numbers, strict=True)
         ]
-        taken = np.array(self._watch.take()).reshape(len(self._stages), len(lengths), 2)
-        times = {name: taken[part, :, way].tolist() for name, (part, way) in PARTS.items()}
-        loss = float(torch.stack(losses).mean())
+        taken = np.array(self._watch.take()).reshape(len(self._stages), len(lengths), ranks, 2)
+        times = {name: taken[part, :, :, way].T.tolist() for name, (part, way) in PARTS.items()}
+        loss = float(torch.stack(losses).sum()) / len(lengths)
         if not math.isfinite(loss):
             raise RuntimeError(f"The loss is {loss}: these are not the times of training.")
         peak = torch.cuda.max_memory_allocated(self._device) / GIB if on_gpu else 0.0
         return Measured(times, queued, loss, peak)
+
+    def _shards(self, lengths: Sequence[int], context: AttentionContext, sharder: Sharder | None) -> Iterator[Inputs]:
+        """A micro-batch of random tokens as every rank has it, with its plan and its way to attend."""
+        if sharder is None:
+            yield micro_batch(self._config, np.array(lengths), self._device, context)
+            return
+        for rank in range(sharder.config.cp_size):
+            drawn = np.random.default_rng(0)  # all ranks have the same documents
+            rows = [{"input_ids": drawn.integers(self._config.vocab_size, size=length)} for length in lengths]
+            inputs = WLBDataCollator(sharder=sharder, cp_rank=rank)(rows)
+            del inputs["wlb_info"]  # for whoever trains
+            exchange = StandInExchange(rank, sharder.config.cp_size, self._filler)
+            moved = {name: value.to(self._device) if hasattr(value, "to") else value for name, value in inputs.items()}
+            yield {**moved, "wlb_context": replace(context, exchange=exchange)}
 
     def _time(self, stage: PipelineStage, inputs: Inputs) -> torch.Tensor:
         """A forward and a backward of a part, as ``PipelineRunner`` runs them; returns a detached loss on the last."""
@@ -204,6 +240,34 @@ def trainer_loss(model: Any, args: WLBTrainingArguments) -> HeadLoss | None:
     return found
 
 
+def alone(job: Job) -> Job:
+    """The job as one process does it, which runs the context-parallel ranks in turns."""
+    return replace(job, settings=replace(job.settings, cp_size=1))
+
+
+def sharders_of(settings: Settings, variants: Sequence[Variant], workload: WorkloadModel) -> dict[str, Sharder]:
+    """What shares every variant's micro-batches out, one for those that share alike; none without ranks that share."""
+    if settings.cp_size == 1:
+        return {}
+    made = {own.sharding: sharder_of(own, settings.cp_size, workload) for own in variants}
+    return {own.name: made[own.sharding] for own in variants}
+
+
+def planned_shards(replica: Sequence[Sequence[int]], sharder: Sharder | None) -> tuple[list[Row], float]:
+    """How a replica's micro-batches are shared out, for the results, and the seconds that it takes to decide on that.
+
+    Args:
+        replica: Lengths of documents, micro-batch by micro-batch.
+        sharder: None where one rank has them to itself.
+    """
+    if sharder is None:
+        return [], 0.0
+    begun = time.perf_counter()
+    plans = [sharder.plan(lengths) for lengths in replica]
+    seconds = time.perf_counter() - begun
+    return [plan_row(plan) for plan in plans], seconds
+
+
 class Configuration:
     """A configuration's planned steps, and how they are measured and written down.
 
@@ -224,12 +288,14 @@ class Configuration:
     def __init__(self, job: Job, parts: Parts) -> None:
         self.name, self.first_round = configuration_name(job), job.first_round
         self._job, self._parts, settings = job, parts, job.settings
-        args, config = arguments(job, 1), model_config(settings)
+        args, config = arguments(alone(job), 1), model_config(settings)
         self._layout = stage_layout(config, args)
         self._flops = ModelFlops.from_config(config)
         self._context, kernels = parts.context(args)
         variants, same = chosen_variants(settings.cp_size, job.variants)
-        workload: WorkloadModel = args.workload_model(config)
+        cluster = exchange_cluster(exchange_row(", ".join(kernels))["cluster"], device_name(args.device))
+        workload = with_exchange(args.workload_model(config), settings.cp_size, cluster)
+        self._sharders = sharders_of(settings, variants, workload)
         found = streams(variants, documents(load_lengths(job.lengths), settings, 1), settings, 1, workload)
         self.turns: dict[int, list[Turn]] = {}
         for turn in turns(found, job.first_round, job.rounds, job.warmups, settings.seed):
@@ -257,12 +323,18 @@ class Configuration:
             "composed": True,
             "stage_of_rank": list(range(stages)),
             "handover": {"cluster": CLUSTER, "bytes_per_token": self._parts.hidden_bytes},
+            **({"exchange": exchange_row(", ".join(kernels))} if self._sharders else {}),
         }
 
     def warm_up(self) -> None:
         """Compiles, lets memory grow and writes the launch down."""
         longest = self._job.settings.context_length
-        self._parts.step([[min(length, longest) for length in own] for own in _FIRST], self._context)
+        first = [[min(length, longest) for length in own] for own in _FIRST]
+        if self._sharders:  # one step warms up for all shardings, so each has the largest micro-batch beforehand
+            largest = max((m for turn in self.turns[-1] for m in turn.step.plan.micro_batches), key=lambda m: m.tokens)
+            first.append(lengths_of(largest))
+        for sharder in {id(own): own for own in self._sharders.values()}.values() or (None,):
+            self._parts.step(first, self._context, sharder)
         self._write(self._about)
         begun = time.perf_counter()
         for turn in self.turns[-1]:
@@ -281,8 +353,11 @@ class Configuration:
         begun = time.perf_counter()
         plan = turn.step.plan
         replica = [lengths_of(micro_batch) for micro_batch in plan.replicas[0]]
-        measured = self._parts.step(replica, self._context)
-        times = {name: [[round(second, 7) for second in own]] for name, own in measured.times.items()}
+        sharder = self._sharders.get(turn.variant)
+        shards, shard_seconds = planned_shards(replica, sharder)
+        measured = self._parts.step(replica, self._context, sharder)
+        rounded = {name: np.round(own, 7).tolist() for name, own in measured.times.items()}
+        times = {name: own if sharder is None else [own] for name, own in rounded.items()}  # [replica][micro-batch]
         lengths = [document.length for document in plan.documents]
         row = {
             "kind": "step",
@@ -298,8 +373,9 @@ class Configuration:
             "flops": self._flops.documents(lengths),
             "micro_batch_lengths": [replica],
             "times": times,
+            **({"shards": [shards]} if shards else {}),
             "plan_seconds": turn.step.plan_seconds,
-            "shard_seconds": 0.0,
+            "shard_seconds": shard_seconds,
             "peak_gib": [round(measured.peak_gib, 3)],
             "queue_seconds": round(measured.queue_seconds, 5),
             "loss": round(measured.loss, 5),
@@ -331,7 +407,7 @@ def run(jobs: Sequence[Job], begun: float) -> list[str]:
     settings = [job.settings for job in jobs]
     longest = replace(settings[0], context_length=max(own.context_length for own in settings))
     most_tokens = max(*(max(own.s_max, own.context_length) for own in settings), *map(sum, _FIRST))
-    parts = Parts(model_config(longest), arguments(jobs[0], 1), most_tokens)
+    parts = Parts(model_config(longest), arguments(alone(jobs[0]), 1), most_tokens)
     failed: list[str] = []
     left: list[Configuration] = []
     for job in jobs:

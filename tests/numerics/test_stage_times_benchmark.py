@@ -18,11 +18,14 @@ from hf_wlb.attention.kernels import KERNELS
 from hf_wlb.presets import MODEL_PRESETS
 from hf_wlb.simulator.cluster import CLUSTERS
 from hf_wlb.simulator.measured import read_measured
+from hf_wlb.simulator.systems import sharder_of
 from hf_wlb.simulator.validation import check_launch, step_model
+from hf_wlb.workload import load_workload
 from tests.support.source_tree import REPOSITORY
 
 FOLDER = REPOSITORY / "recipes" / "benchmarks"
-LABELS = ("pp2_0.5k_reference_m4", "pp2_0.5k_reference")
+LABELS = ("pp2_0.5k_reference_m4", "pp2_0.5k_reference", "pp2cp2_0.5k_reference_m4")
+NAMES = ("quick", "quick_m8", "quick_cp2")
 
 
 def benchmark(output, *words):
@@ -51,14 +54,14 @@ def rows(launched):
 
 def test_configurations_take_turns_and_launches_go_on(rows) -> None:
     launches = {row["launch"]: row["first_round"] for row in rows if row["kind"] == "launch"}
-    assert [name.split("-", 1)[1] for name in launches] == ["quick", "quick_m8"] * 2
-    assert list(launches.values()) == [0, 0, 1, 1]
+    assert [name.split("-", 1)[1] for name in launches] == [*NAMES] * 2
+    assert list(launches.values()) == [0] * 3 + [1] * 3
     steps = [row for row in rows if row["kind"] == "step"]
-    assert Counter(row["variant"] for row in steps if row["round"] >= 0) == {"plain-4d": 6, "wlb": 6}
+    assert Counter(row["variant"] for row in steps if row["round"] >= 0) == {"plain-4d": 9, "wlb": 9}
     second = [row for row in steps if launches[row["launch"]] == 1]
-    assert [row["launch"].split("-", 1)[1] for row in second if row["round"] < 0] == ["quick", "quick_m8"]
+    assert [row["launch"].split("-", 1)[1] for row in second if row["round"] < 0] == [*NAMES]
     turns = [(row["round"], row["launch"].split("-", 1)[1]) for row in second if row["round"] >= 0]
-    expected = [(number, name) for number in (1, 2) for name in ("quick", "quick_m8") for _ in range(2)]
+    expected = [(number, name) for number in (1, 2) for name in NAMES for _ in range(2)]
     assert turns == expected
 
 
@@ -68,13 +71,33 @@ def test_every_micro_batch_has_its_times(rows) -> None:
         (replica,) = row["micro_batch_lengths"]
         assert sum(map(sum, replica)) == row["tokens"] and row["composed"] is True
         assert len(row["times"]) == 6
+        shared = row["launch"].endswith("cp2")
         for (seconds,) in row["times"].values():
-            assert len(seconds) == len(replica) and min(seconds) > 0
+            assert np.shape(seconds) == ((2, len(replica)) if shared else (len(replica),)) and np.min(seconds) > 0
         assert row["loss"] == pytest.approx(entropy, rel=0.1)  # of random tokens and random weights
-        assert sum(sum(row["times"][f"layer_{way}"][0]) for way in ("forward", "backward")) < row["seconds"]
+        layers = [np.array(row["times"][f"layer_{way}"][0]) for way in ("forward", "backward")]
+        assert sum((own.max(axis=0) if shared else own).sum() for own in layers) < row["seconds"]
+        assert ("shards" in row) == (row["shard_seconds"] > 0) == shared
     about = [row for row in rows if row["kind"] == "launch"]
     assert all(row["composed"] and row["stage_layers"] == [1, 1] and row["devices"] == 1 for row in about)
     assert {row["handover"]["bytes_per_token"] for row in about} == {4 * MODEL_PRESETS["tiny"].hidden_size}
+
+
+def test_plans_of_shards_are_those_that_the_trainer_would_make(rows) -> None:
+    abouts = {row["launch"]: row for row in rows if row["kind"] == "launch" and row["launch"].endswith("cp2")}
+    steps = [row for row in rows if row["kind"] == "step" and row["launch"] in abouts and row["round"] >= 0]
+    assert len(steps) == 6 and {row["variant"] for row in steps} == {"plain-4d", "wlb"}
+    for row in steps:
+        about, others = abouts[row["launch"]], set()
+        workload = load_workload(about["workload"])
+        sharders = {name: sharder_of(name, 2, workload) for name in ("per_sequence", "per_document", "adaptive")}
+        for lengths, kept in zip(row["micro_batch_lengths"][0], row["shards"][0], strict=True):
+            made = {name: sharder.plan(lengths) for name, sharder in sharders.items()}
+            plan = made[about["streams"][row["variant"]]["sharding"]]
+            assert (kept["owner"], kept["edges"]) == (plan.owner.tolist(), plan.edges.tolist())
+            others |= {name for name, other in made.items() if other.edges.tolist() != kept["edges"]}
+        assert "per_document" in others  # control
+    assert {about["exchange"]["cluster"] for about in abouts.values()} == {"h100"}
 
 
 def test_the_last_line_is_the_result_and_a_picture_is_there(launched) -> None:
@@ -87,7 +110,7 @@ def test_the_last_line_is_the_result_and_a_picture_is_there(launched) -> None:
 
 def test_the_simulator_reads_what_is_written(launched) -> None:
     launches = read_measured(launched[1].read_text())
-    assert [launch.split.label for launch in launches] == ["TP1 CP1 PP2 DP1"] * 4
+    assert [launch.split.label for launch in launches] == [f"TP1 CP{cp_size} PP2 DP1" for cp_size in (1, 1, 2)] * 2
     for launch in launches:
         check = check_launch(launch, step_model(launch, CLUSTERS["h100"]))
         assert all(0 < variant.predicted < variant.measured for variant in check.variants)  # on an H100
@@ -104,7 +127,7 @@ def test_a_configuration_that_fails_is_told_and_the_others_go_on(tmp_path, monke
     import stage_times_run
 
     words = ["--quick", "--use-cpu", "--rounds", "2", "--only", "wlb", "--output", str(tmp_path / "r.jsonl")]
-    first, second = stage_times.jobs_of(stage_times.arguments(words), tmp_path)
+    first, second = stage_times.jobs_of(stage_times.arguments([*words, "--configurations", *NAMES[:2]]), tmp_path)
     first = replace(first, settings=replace(first.settings, kernel="flash-attn-2"))
     assert stage_times_run.run([first, second], time.perf_counter()) == ["quick"]
     printed = capsys.readouterr()

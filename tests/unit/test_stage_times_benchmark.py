@@ -25,7 +25,8 @@ NOTHING_SENT = {"cluster": "h100", "bytes_per_token": 0}
 @pytest.fixture
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = {"main": "stage_times", "report": "stage_times_report", "cases": "end_to_end_cases", "whole": "end_to_end"}
+    names = {"main": "stage_times", "report": "stage_times_report", "compose": "stage_times_compose"}
+    names |= {"cases": "end_to_end_cases", "whole": "end_to_end", "measured": "measured_report"}
     return SimpleNamespace(**{name: __import__(module) for name, module in names.items()})
 
 
@@ -93,14 +94,14 @@ def test_the_slower_replica_counts(report) -> None:
     assert report.compose(about_of([1, 1]), row).seconds == report.compose(about_of([1, 1]), step_row(slow)).seconds
 
 
-def test_hidden_states_are_on_their_way(report) -> None:
+def test_hidden_states_are_on_their_way(modules, report) -> None:
     row = step_row(times_of([1.0, 1.0]), each=100_000)
     about = about_of([1, 1], bytes_per_token=16_384)
-    once = report.handover_seconds(about, 100_000)
+    once = modules.compose.handover_seconds(about, 100_000)
     assert 0.003 < once < 0.01  # 1.6 GB by NVLink
     assert report.compose(about, row).seconds > report.compose(about_of([1, 1]), row).seconds
     nine = about_of([1] * 9, bytes_per_token=16_384)
-    assert report.handover_seconds(nine, 100_000) > 3 * once  # over the network
+    assert modules.compose.handover_seconds(nine, 100_000) > 3 * once  # over the network
 
 
 # ---- figures ----
@@ -320,7 +321,7 @@ def test_a_job_goes_on_where_its_configuration_ended(main, tmp_path, modules) ->
     ("words", "sentence"),
     [
         (["--configurations", "pp4_1m_fa2"], "There is no configuration pp4_1m_fa2; choose of: pp4_128k_fa2, "),
-        (["--cp_size", "2", "--tp_size", "2"], "cp_size=2 and tp_size=2: ranks that share micro-batches or matrices"),
+        (["--cp_size", "2", "--tp_size", "2"], "tp_size=2: ranks that share every matrix talk to one another"),
         (["--pp_size", "1"], "pp_size must be at least 2: without a pipeline there are no stages"),
         (["--profile", "costs.json"], "--profile takes KERNEL=FILE, such as flash-attn-2=costs.json, not 'costs.json'"),
         (["--profile", "torch=a.json"], "--profile names torch, which no configuration attends with"),

@@ -1,0 +1,240 @@
+"""Steps of a pipeline put together from times that one GPU measured. No torch.
+
+A stage's forward of a micro-batch takes as many times one layer's as the stage has layers, with the embedding's on the
+first stage and the head's on the last; the backward likewise. The simulator's own schedule (1F1B) and solver say when
+each runs, and its NVLink how long hidden states are on their way (``CLUSTER``).
+
+Where ranks share micro-batches, the one GPU computed every rank's shard, one after the other, and a part takes as long
+as the slowest rank. What the exchange of keys and values adds to a rank's layer is simulated, not measured: what the
+simulator has ranks wait for under the very plan (``StepModel.waiting``), but for copies around the exchange, which the
+GPU made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from hf_wlb.sharding import ShardPlan
+from hf_wlb.sharding.types import FloatArray
+from hf_wlb.simulator.cluster import CLUSTERS, Cluster, Group, on_device, send_seconds
+from hf_wlb.simulator.costs import StepModel
+from hf_wlb.simulator.exchange import count_exchange, exchange_is_sampled
+from hf_wlb.simulator.measured import MeasuredLaunch
+from hf_wlb.simulator.schedules import ScheduleConfig
+from hf_wlb.simulator.timeline import OpTimes, Timeline, run_schedule
+from hf_wlb.simulator.validation import CLUSTER_OF_KERNEL
+from hf_wlb.workload import ProfiledWorkload, WorkloadModel
+
+#: Whose NVLink hidden states take: of the simulator's presets all Hopper ones have the same.
+CLUSTER = "h100"
+#: What is timed, by the name that a step's line has it under: the part (layer, embedding, head), forward or backward.
+_PARTS = ("layer", "embedding", "head")
+_WAYS = ("forward", "backward")
+PARTS = {f"{part}_{way}": (place, back) for place, part in enumerate(_PARTS) for back, way in enumerate(_WAYS)}
+
+Row = Mapping[str, Any]
+
+_NO_TIME = 1e24  # bytes a second, with which copies take none
+_SIZES = tuple(2**power for power in range(20, 34))  # bytes; times of others are read off between these
+
+
+def compose(about: Row, step: Row) -> Timeline:
+    """A step on all stages of its slowest replica.
+
+    Args:
+        about: The launch's line: ``stage_layers`` and ``handover``; where ranks share micro-batches, all of it.
+        step: The step's line: ``times`` and ``micro_batch_lengths``, and then ``shards``.
+
+    Two micro-batches of 1 + 2 s a layer, on stages of 2 and 1 layers, a head of 0.5 + 0.5 s, nothing else:
+
+    >>> times = {name: [[0.0, 0.0]] for name in PARTS}
+    >>> times |= {"layer_forward": [[1.0, 1.0]], "layer_backward": [[2.0, 2.0]]}
+    >>> times |= {"head_forward": [[0.5, 0.5]], "head_backward": [[0.5, 0.5]]}
+    >>> about = {"stage_layers": [2, 1], "handover": {"cluster": "h100", "bytes_per_token": 0}}
+    >>> compose(about, {"times": times, "micro_batch_lengths": [[[5], [3, 2]]]}).seconds
+    14.0
+    """
+    replicas = range(len(step["micro_batch_lengths"]))
+    return max((_replica(about, step, replica) for replica in replicas), key=lambda timeline: timeline.seconds)
+
+
+def _replica(about: Row, step: Row, replica: int) -> Timeline:
+    layers = np.array(about["stage_layers"], dtype=np.float64)
+    passes, seconds = [], part_seconds(about, step, replica)
+    for way in _WAYS:
+        layer, embedding, head = (seconds[f"{part}_{way}"] for part in _PARTS)
+        taken = np.multiply.outer(layers, layer)  # [stages, micro-batches]
+        taken[0] += embedding
+        taken[-1] += head
+        passes.append(taken[..., None])
+    if "shards" in step:
+        tokens = [(int(plan.tokens.max()), plan.cp_size) for plan in plans_of(about, step, replica)]
+    else:
+        tokens = [(sum(lengths), 1) for lengths in step["micro_batch_lengths"][replica]]
+    send = [[handover_seconds(about, count, ranks)] for count, ranks in tokens]
+    return run_schedule(ScheduleConfig(), len(layers), OpTimes(passes[0], passes[1], np.array(send)))
+
+
+def handover_seconds(about: Row, tokens: int, cp_size: int = 1) -> float:
+    """For hidden states of a micro-batch to the next stage; the slowest hop is the one that counts.
+
+    Args:
+        about: The launch's line: ``stage_layers`` and ``handover``.
+        tokens: That a rank sends.
+        cp_size: Ranks that share a micro-batch: so many GPUs away is the next stage's.
+
+    >>> about = {"stage_layers": [3, 3, 3, 2], "handover": {"cluster": "h100", "bytes_per_token": 4 * 4096}}
+    >>> 0.001 < handover_seconds(about, 131072) < 0.02
+    True
+    """
+    given = about["handover"]
+    cluster = CLUSTERS[given["cluster"]]
+    inside = cp_size * len(about["stage_layers"]) <= cluster.gpus_per_node
+    stride = cp_size if inside else max(cp_size, cluster.gpus_per_node)
+    return float(send_seconds(cluster, stride, tokens * given["bytes_per_token"]))
+
+
+def part_seconds(about: Row, step: Row, replica: int, *, exchange: bool = True) -> dict[str, FloatArray]:
+    """What every part takes of a replica's micro-batches, on the slowest rank of each.
+
+    Args:
+        about: The launch's line.
+        step: The step's line.
+        replica: Which.
+        exchange: Whether what the exchange adds to layers is in it.
+
+    Returns:
+        Seconds by the names of ``PARTS``, each ``[micro-batches]``.
+    """
+    found = {name: np.array(step["times"][name][replica], dtype=np.float64) for name in PARTS}
+    if "shards" not in step:
+        return found
+    if exchange:
+        waits = np.array([exchange_seconds(about, plan) for plan in plans_of(about, step, replica)])
+        for back, way in enumerate(_WAYS):
+            found[f"layer_{way}"] = found[f"layer_{way}"] + waits[:, back].T
+    return {name: seconds.max(axis=0) for name, seconds in found.items()}
+
+
+def plans_of(about: Row, step: Row, replica: int) -> Iterator[ShardPlan]:
+    """How a replica's micro-batches were shared out when they were measured, see ``plan_row``."""
+    cp_size = about["settings"]["cp_size"]
+    for lengths, row in zip(step["micro_batch_lengths"][replica], step["shards"][replica], strict=True):
+        edges = np.array(row["edges"], dtype=np.int64).reshape(-1, 2 * cp_size + 1)
+        owner = np.array(row["owner"], dtype=np.int64)
+        yield ShardPlan(np.array(lengths, dtype=np.int64), cp_size, owner, edges, row["strategy"])
+
+
+def plan_row(plan: ShardPlan) -> Row:
+    """What the results keep of a plan, besides lengths: every document's owner, and where sharded ones are cut."""
+    return {"strategy": plan.strategy, "owner": plan.owner.tolist(), "edges": plan.edges.tolist()}
+
+
+# ---- the exchange, which is simulated ----
+
+
+def exchange_seconds(about: Row, plan: ShardPlan) -> tuple[FloatArray, FloatArray]:
+    """What the exchange adds to one layer of a micro-batch, as the simulator prices it.
+
+    That is what it has ranks wait for, for keys and values and for one another, less the time of copies around the
+    exchange. These were measured with the rest, as the stand-in for the exchange leaves them to be made.
+
+    Args:
+        about: The launch's line.
+        plan: Of the micro-batch.
+
+    Returns:
+        Seconds of every rank in forward and in backward, each ``[ranks]``.
+    """
+    keys = ("settings", "stage_layers", "launch", "replicas", "kernel", "device", "workload", "exchange")
+    model, free = _models(json.dumps({key: about[key] for key in keys}))
+    layers = len(model.shape.layers)
+    moved = int(plan.exchanged_tokens.max()) * plan.cp_size if len(plan.edges) else 0
+    parts = (own.workload.exchange_costs.parts(moved) for own in (model, free))
+    copies = np.subtract(*parts)  # forward, backward
+    forward, backward = (
+        np.maximum(own - copied, 0.0) / layers for own, copied in zip(model.waiting(plan), copies, strict=True)
+    )
+    return forward, backward
+
+
+@lru_cache(maxsize=16)
+def _models(launch: str) -> tuple[StepModel, StepModel]:
+    """What prices a launch's exchange: with the time of copies, and without."""
+    about = {**json.loads(launch), "streams": {}}
+    measured = MeasuredLaunch.of(about, [])
+    profile = None
+    if isinstance(measured.workload, ProfiledWorkload):  # its attention; what it says of links is none of this GPU's
+        profile = replace(measured.workload, profile=replace(measured.workload.profile, collectives=()))
+    cluster = exchange_cluster(about["exchange"]["cluster"], measured.device)
+
+    def model(cluster: Cluster) -> StepModel:
+        return StepModel.of(
+            measured.config,
+            measured.split,
+            cluster,
+            context_length=measured.context_length,
+            gradient_checkpointing=measured.gradient_checkpointing,
+            layout=measured.layout,
+            profile=profile,
+            compiled=measured.compiled,
+        )
+
+    return model(cluster), model(replace(cluster, memory_bytes_per_second=_NO_TIME))
+
+
+def exchange_cluster(name: str, device: str | None) -> Cluster:
+    """The preset whose links the exchange takes, with the device's memory; with its own if it knows none of it.
+
+    >>> exchange_cluster("h100", "NVIDIA H200").memory_bytes_per_second / 1e12
+    3.84
+    """
+    preset = CLUSTERS[name]
+    try:
+        return on_device(preset, device or "")
+    except ValueError:  # such as a CPU, of which no figures are quoted
+        return preset
+
+
+def exchange_row(kernel: str) -> Row:
+    """What a launch's line says of the exchange: the preset of its attention kernel, or of all other Hopper ones."""
+    return {"cluster": CLUSTER_OF_KERNEL.get(kernel, CLUSTER)}
+
+
+def with_exchange(workload: WorkloadModel, cp_size: int, cluster: Cluster) -> WorkloadModel:
+    """A profile that says what the exchange among so many ranks takes: if it does not, as the simulator prices it.
+
+    So micro-batches can be shared out by a profile that one GPU measured. Other workloads come back as they are.
+
+    Args:
+        workload: What steps are planned and shared out by.
+        cp_size: Ranks.
+        cluster: Whose links and memory.
+
+    Raises:
+        ValueError: If the profile does not say how wide keys and values are.
+    """
+    if cp_size == 1 or not isinstance(workload, ProfiledWorkload) or exchange_is_sampled(workload, cp_size):
+        return workload
+    profile = workload.profile
+    width = profile.metadata["model"].get("kv_width")
+    if width is None:
+        raise ValueError(
+            "The profile does not say how many numbers a token's keys and values are (kv_width), so the exchange of "
+            f"cp_size={cp_size} cannot be priced. Measure it anew: hf-wlb profile."
+        )
+    token_bytes = 2.0 * width  # in bf16
+    group = Group(cp_size, 1)
+    (layer,) = count_exchange([token_bytes], cluster, group, gradient_checkpointing=False).layers
+    samples = [sample for sample in profile.collectives if sample[:2] != ("all_gather", cp_size)]
+    for size in _SIZES:
+        gather, reduce = (base + slope * size / token_bytes for base, slope in (layer.gather, layer.reduce))
+        samples += [("key_value_exchange", cp_size, size, gather + reduce), ("all_gather", cp_size, size, gather)]
+    metadata = {**profile.metadata, "exchange": f"simulated, {cluster.name}"}
+    return replace(workload, profile=replace(profile, metadata=metadata, collectives=tuple(sorted(samples))))

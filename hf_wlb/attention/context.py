@@ -138,7 +138,7 @@ class ShardTensors:
     @cached_property
     def overlapping_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All pairs of rows that ``overlaps`` tells of: of head chunks and of tail chunks, int64."""
-        overlaps = torch.tensor(self.overlaps)
+        overlaps = torch.tensor(self.overlaps, device="cpu")
         if self.order.is_cuda:  # from other memory it would be copied once the device has done all before
             overlaps = overlaps.pin_memory()
         heads, tails, counts = overlaps.to(self.order.device, non_blocking=True).unbind(1)

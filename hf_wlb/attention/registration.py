@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -170,30 +171,48 @@ def register() -> None:
 def document_attention_enabled(model: PreTrainedModel, implementation: str = MASKLESS) -> Iterator[None]:
     """Uses document attention inside the block and the model's own implementation after it.
 
-    The model takes no mask inside: one that hides nothing is dropped, another is refused before the forward pass.
+    The model takes no mask inside: one that hides nothing is dropped, another is refused before the forward pass;
+    unless it is switched to another implementation meanwhile, as for generation with padded prompts.
 
     Args:
-        model: Called itself or by what wraps it.
+        model: Called itself, by what wraps it, or by its decoder.
         implementation: As registered with Transformers, and without a mask function.
     """
     register()
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
-    handle = model.register_forward_pre_hook(_without_mask, with_kwargs=True)
+    hook = partial(_without_mask, name=type(model).__name__, implementation=implementation)
+    # The decoder too: what calls the model's forward without its hooks, as some versions of PEFT, gets to it.
+    handles = [
+        module.register_forward_pre_hook(hook, with_kwargs=True) for module in dict.fromkeys((model, model.base_model))
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         model.set_attn_implementation(before)
 
 
 def _without_mask(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, implementation: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if args else {}
-    mask = named.get("attention_mask", kwargs.get("attention_mask"))
+    """A forward pre-hook; a copy of the module keeps it, but not its implementation."""
+    if cast(Any, module).config._attn_implementation != implementation:
+        return None
+    place = _place_of_mask(module) if args else 0
+    mask = args[place] if place < len(args) else kwargs.get("attention_mask")
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not mask.all():
-        raise ValueError(_hides_tokens(type(model).__name__))
-    return (), {**named, **kwargs, "attention_mask": None}
+        raise ValueError(_hides_tokens(name))
+    if place < len(args):
+        return (*args[:place], None, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "attention_mask": None}
+
+
+def _place_of_mask(module: torch.nn.Module) -> int:
+    """Of ``attention_mask`` among positional arguments; behind all of them where it is none."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [own.name for own in parameters if own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD)]
+    return names.index("attention_mask") if "attention_mask" in names else sys.maxsize

@@ -112,15 +112,20 @@ class _Stretch:
 
 
 def _unlikely_labels(model: PreTrainedModel, head: torch.nn.Linear, stretch: _Stretch) -> torch.Tensor:
-    """[1, tokens], for every token counted one of a middling logit.
+    """[1, tokens]: of tokens counted the first has itself as label, the others one of a middling logit.
 
     A label that a trained model is sure of has a loss and a gradient of next to nothing: rounding would be compared.
     """
+    tokens = torch.tensor([_TOKENS], device=model.device)
     with head.register_forward_pre_hook(stretch), torch.no_grad():
-        logits = _trial(model, torch.tensor([_TOKENS], device=model.device)).logits
-    middling = logits[:, :-1].float().median(dim=-1).indices
-    counted = torch.tensor([_COUNTED[1:]], device=middling.device)
-    return pad(middling.masked_fill(~counted, IGNORE_INDEX), (1, 0), value=IGNORE_INDEX)
+        logits = _trial(model, tokens).logits
+    labels = tokens.masked_fill(~torch.tensor([_COUNTED], device=model.device), IGNORE_INDEX)
+    if logits is not None:  # of a model that gives any with its loss
+        middling = pad(logits[:, :-1].float().median(dim=-1).indices.to(model.device), (1, 0))
+        later = torch.tensor([_COUNTED], device=model.device)
+        later[:, : _COUNTED.index(True) + 1] = False
+        labels = torch.where(later, middling, labels)
+    return labels
 
 
 def _loss_and_gradient(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from transformers import TrainingArguments
 
 from hf_wlb.data import WLBDataCollator
@@ -15,6 +16,20 @@ logger = logging.getLogger(__name__)
 
 _SAMPLED = 1000  # documents to look at for the context length
 _ROUNDED_TO = 128  # tokens
+
+
+def without_mixed_precision(model: Any) -> None:
+    """Undoes what Accelerate wrapped a model's forward in for an earlier trainer.
+
+    Else the model would compute in that one's type, whatever this one's arguments say.
+    """
+    own = vars(model).pop("_original_forward", None) if isinstance(model, torch.nn.Module) else None
+    if own is None:
+        return
+    if getattr(own, "__func__", None) is type(model).forward:
+        del model.forward
+    else:
+        model.forward = own
 
 
 def planned_arguments(args: TrainingArguments | None, train_dataset: Any) -> WLBTrainingArguments:

@@ -40,7 +40,7 @@ from hf_wlb.trainer.shard_window import ShardWindow
 from hf_wlb.trainer.splitting import agreed_sizes, verify_plan_settings
 from hf_wlb.trainer.stages import ModelSource, open_model
 from hf_wlb.trainer.supervision import SupervisedTraining
-from hf_wlb.trainer.swap import planned_arguments, planned_collator
+from hf_wlb.trainer.swap import planned_arguments, planned_collator, without_mixed_precision
 from hf_wlb.trainer.tokens import TargetWatch
 from hf_wlb.trainer.training_loss import causal_lm_of
 from hf_wlb.training_args import WLBTrainingArguments
@@ -129,6 +129,7 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
                     f"model_init_kwargs={dict(model_init_kwargs)} says how to make a model of a name or a "
                     f"configuration, but the model is there: a {type(model).__name__}. Leave it out."
                 )
+            without_mixed_precision(model)
             super().__init__(
                 model=model,
                 args=checked,

@@ -122,7 +122,8 @@ class ProfiledWorkload(WorkloadModel):
 
     @cached_property
     def _segments(self) -> SegmentTable:
-        return _segment_table(self.profile.attention, self.profile.layers, self._forwards)
+        samples, layers = (tuple(map(tuple, rows)) for rows in (self.profile.attention, self.profile.layers))
+        return _segment_table(samples, layers, self._forwards)
 
     def exchange(self, tokens: int, cp_size: int) -> float:
         """Gathers of keys and values and the reduction of their gradients; see ``WorkloadModel``.

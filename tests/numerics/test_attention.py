@@ -1,5 +1,6 @@
 """The function that Transformers calls: what it gives and what it refuses."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -96,6 +97,54 @@ def test_an_all_ones_mask_keeps_documents_apart_and_a_padding_mask_is_refused() 
             model(torch.tensor([documents[0]]), torch.ones(1, 5))
     assert torch.equal(first, without)
     assert torch.equal(first[:, 5:], second[:, 5:]) and not torch.equal(first[:, :5], second[:, :5])
+
+
+def packed_forward(model: Any, way: str, batch: dict[str, Any], mask: torch.Tensor) -> Any:
+    given = dict(batch)
+    ids = given.pop("input_ids")
+    if way == "forward without hooks":
+        return model.forward(input_ids=ids, attention_mask=mask, **given)
+    if way == "positions":
+        return model(ids, mask, **given)
+    if way == "a forward of any arguments":
+        own = model.forward
+        model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+        return model(ids, mask, **given)
+    return model.get_decoder()(input_ids=ids, attention_mask=mask, **given)
+
+
+@pytest.mark.parametrize("way", ["forward without hooks", "positions", "a forward of any arguments", "decoder"])
+def test_a_padding_mask_is_refused_in_whatever_way_it_comes(way: str) -> None:
+    """Transformers makes no mask inside, so that one which slips through would be ignored."""
+    model, batch = tiny_llama(), WLBDataCollator()([{"input_ids": d} for d in random_documents([5, 9])])
+    mask = torch.ones(1, 14, dtype=torch.long)
+    with document_attention_enabled(model), torch.no_grad():
+        packed_forward(model, way, batch, mask)
+        mask[0, 0] = 0
+        with pytest.raises(ValueError, match="LlamaForCausalLM got an attention_mask that hides tokens"):
+            packed_forward(tiny_in(model), way, batch, mask)
+
+
+def tiny_in(model: Any) -> Any:
+    """The model with the forward of its class."""
+    vars(model).pop("forward", None)
+    return model
+
+
+def test_padded_prompts_generate_once_the_implementation_is_switched() -> None:
+    model = tiny_llama()
+    prompts = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
+    options = {"attention_mask": (prompts > 0).long(), "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompts, **options)
+    with document_attention_enabled(model):
+        with pytest.raises(ValueError, match="attention_mask that hides tokens"):
+            model.generate(prompts, **options)
+        copied = copy.deepcopy(model)
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(model.generate(prompts, **options), expected)
+    assert not model._forward_pre_hooks and not model.base_model._forward_pre_hooks
+    copied.set_attn_implementation("sdpa")
+    assert torch.equal(copied.generate(prompts, **options), expected)
 
 
 def test_a_model_of_its_own_reduces_an_all_ones_mask_and_refuses_padding() -> None:

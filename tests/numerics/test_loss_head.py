@@ -309,6 +309,19 @@ def test_the_check_of_a_model_that_knows_what_comes_next(monkeypatch: pytest.Mon
     assert all(loss > 1 and gradient.norm() > 0.1 * model.lm_head.weight.norm(dim=1).mean() for loss, gradient in found)
 
 
+class _LossOnly(LlamaForCausalLM):
+    """Returns no logits with its loss."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        return CausalLMOutputWithPast(loss=self.loss_function(logits, labels, VOCABULARY, **kwargs))
+
+
+def test_the_check_of_a_model_that_returns_no_logits_with_its_loss() -> None:
+    torch.manual_seed(0)
+    check_head_loss(_LossOnly(LlamaConfig(**COMMON)))
+
+
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "bart"])
 def test_families_that_do_more_with_logits_are_refused(kind: str) -> None:
     if kind == "bart":

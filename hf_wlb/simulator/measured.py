@@ -41,14 +41,14 @@ class MeasuredStep:
         modelled: Its time by the cost model that it was planned by, in that model's unit.
         spans: Seconds that every forward and backward of every stage took, in the order of the pipeline's schedule, on
             the slowest rank of each, ``[stages][2 x micro-batches]``; empty without a pipeline.
-        planning: Seconds that one rank took to pack the step and to plan its shards; 0 where the line does not say.
+        planning: Seconds that one rank took to pack the step and to plan its shards; None where the line does not say.
     """
 
     plan: StepPlan
     seconds: float
     modelled: float
     spans: tuple[tuple[float, ...], ...] = ()
-    planning: float = 0.0
+    planning: float | None = None
 
     def composed(self, sends: Sequence[float]) -> float:
         """Seconds from the first forward to the last backward, put together of ``spans`` by the 1F1B schedule.
@@ -95,9 +95,10 @@ class MeasuredVariant:
     stream_modelled: float
 
     @property
-    def planning_share(self) -> float:
-        """Of the steps' time, what packing and sharding them takes on one rank; it need not wait for any of them."""
-        return sum(step.planning for step in self.steps) / sum(step.seconds for step in self.steps)
+    def planning_share(self) -> float | None:
+        """What packing and sharding takes on one rank, as a share of the steps' time; None where it is not known."""
+        known = [step.planning for step in self.steps if step.planning is not None]
+        return sum(known) / sum(step.seconds for step in self.steps) if len(known) == len(self.steps) else None
 
     def stream_speed(self, seconds: Sequence[float]) -> float:
         """Tokens per second of the whole stream, all GPUs together, if the sampled steps take so long.
@@ -263,7 +264,8 @@ def _step(row: Line, stage_of_rank: Sequence[int]) -> MeasuredStep:
         for micro_batches in row["micro_batch_lengths"]
     )
     spans = _slowest(row["spans"], stage_of_rank) if "spans" in row and len(replicas) == 1 else ()
-    planning = row.get("plan_seconds", 0.0) + row.get("shard_seconds", 0.0)
+    known = {"plan_seconds", "shard_seconds"} <= row.keys()
+    planning = row["plan_seconds"] + row["shard_seconds"] if known else None
     return MeasuredStep(StepPlan(step, replicas), row["seconds"], row["predicted"], spans, planning)
 
 

@@ -10,8 +10,8 @@
     python recipes/benchmarks/convergence.py --write-readme             # renews docs/results.md and the picture
 
 A small Llama is trained on the Python sources of this machine, whole files as documents. First a base, from scratch
-and packed as documents come, long enough to have begun to copy from its context. That is learnt rather suddenly, at a
-moment that chance decides, and runs that end in the middle of it are percents apart for no other reason. All runs start
+and packed as documents come, long enough that its loss has fallen as it does once, rather suddenly and at a moment that
+chance decides: runs that end in the middle of that are percents apart for no other reason. All runs start
 from the base's weights with optimizers of their own, as long-context training goes on from a model that is there, and
 make one pass over other documents, which neither the base saw nor are held out: packed as they come (sequential), by
 Algorithm 1 with its outlier queues (wlb) and by the default packer (steady), in the same random order; then twice more

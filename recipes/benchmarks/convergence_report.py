@@ -24,7 +24,7 @@ COLUMNS = {
     "evaluations": "steps done, tokens trained by then, mean loss over the tokens of the held-out documents, which are "
     "packed in the same way for all runs; the base's are the first of them, split at its own longest document",
     "copying": "steps done, tokens trained by then, mean loss on strings of random tokens, and on their repetitions "
-    "right behind them (the copy loss): a model that copies from its context knows these",
+    "right behind them (the copy loss): a model that copies any string from its context knows these",
     "base": "the run whose weights all others start from, with the settings that it had; null for runs from scratch",
     "packing": "the run's PackingReport, steps after the end of the data left out: delay is in steps a token, "
     "token_variation the standard deviation of the tokens per step over their mean",
@@ -299,17 +299,18 @@ def _of_start(results: Mapping[str, Any]) -> str:
     files = results["documents"]["base"][0]
     curve = ", ".join(f"{loss:.2f} ({count_text(tokens)})" for _, tokens, loss in base["evaluations"])
     start = start_loss(runs[PLAIN])
-    longer = (
-        "" if start is None else f" Of all of them, as long as runs have them, it is {start:.4f} before the first step."
-    )
+    last = round(held_out_loss(base), 4)
+    known = start is None or round(start, 4) == last  # the same documents, split alike
+    longer = "" if known else f" Of all of them, as long as runs have them, it is {start:.4f} before the first step."
+    part = "" if known and start is not None else ", of a part of the documents held out"
     ends = sorted(copy_losses(run)[1] for run in runs.values())
     ended = f"{ends[0]:.2f}" if f"{ends[0]:.2f}" == f"{ends[-1]:.2f}" else f"{ends[0]:.2f} to {ends[-1]:.2f}"
     return (
         f"All runs start from the same weights, with optimizers of their own: a base of {len(base['loss']):,} steps "
         f"from scratch over {files:,} other files ({count_text(sum(base['tokens']))} tokens, about "
         f"{settings['base_tokens_per_step']:,} a step, documents of up to {settings['base_context_length']:,}, "
-        f"learning rate at most {settings['base_learning_rate']:g}). Its held-out loss by tokens trained, "
-        f"of a part of the documents held out: {curve}.{longer} "
+        f"learning rate at most {settings['base_learning_rate']:g}). Its held-out loss by tokens trained{part}: "
+        f"{curve}.{longer} "
         f"Copy loss, on the repetition of a string of random tokens: {again:.2f} at the base's end, where the string "
         f"itself has {string:.2f}; {ended} at the ends of the runs."
     )

@@ -270,7 +270,7 @@ def _with_interval(row: Mapping[str, Any], name: str, digits: int) -> str:
 def launch_lines(label: str, variants: Mapping[str, Mapping[str, Any]], same: Mapping[str, str]) -> list[str]:
     """A Markdown table of a launch's variants."""
     lines = [
-        f"**{label}**, {next(iter(variants.values()))['rounds']} rounds",
+        f"**{label}**, {rounds_text(next(iter(variants.values()))['rounds'])}",
         "",
         "| variant | tokens/s/GPU, sampled | whole stream | its seconds | speed-up | sampled | predicted | vs cut | "
         "imbalance | busy by stage | MFU | peak GiB | planning |",
@@ -297,26 +297,37 @@ def launch_lines(label: str, variants: Mapping[str, Mapping[str, Any]], same: Ma
     return lines
 
 
+def rounds_text(count: int) -> str:
+    """So many rounds, in words.
+
+    >>> rounds_text(1), rounds_text(3)
+    ('1 round', '3 rounds')
+    """
+    return f"{count} round{'' if count == 1 else 's'}"
+
+
 def paper_lines(launches: Mapping[str, Launch], figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The parts beside the paper's Fig. 13, the contexts beside its Fig. 14."""
-    lines = ["| split, context, kernel | part | speed-up | paper, Fig. 13 |", "|---|---|---|---|"]
+    """The parts beside the paper's Fig. 13, the contexts beside its Fig. 14; what was not measured has no table."""
+    parts: list[str] = []
     for label, launch in launches.items():
         same = launch.about["same_as"]
-        parts = [name for name in PAPER_PARTS if name in figures[label] or name in same]
-        if len(parts) < 2 or BASELINE not in figures[label]:
+        known = [name for name in PAPER_PARTS if name in figures[label] or name in same]
+        if len(known) < 2 or BASELINE not in figures[label]:
             continue
-        for name in parts:
+        for name in known:
             shown = _with_interval(figures[label][same.get(name, name)], "speedup", 3)
-            lines.append(f"| {label} | {name} | {shown} | {PAPER_PARTS[name]:.2f} |")
-    contexts = sorted((launch.about["settings"]["context_length"], label) for label, launch in launches.items())
-    lines += ["", "| context | split, kernel | WLB over Plain-4D | paper, Fig. 14 |", "|---|---|---|---|"]
-    for context, label in contexts:
+            parts.append(f"| {label} | {name} | {shown} | {PAPER_PARTS[name]:.2f} |")
+    contexts: list[str] = []
+    for context, label in sorted((one.about["settings"]["context_length"], label) for label, one in launches.items()):
         if "speedup" in figures[label].get(WLB, {}):
-            known = f"{FIGURE_14[context]:.2f}" if context in FIGURE_14 else "-"
-            lines.append(
-                f"| {context / K:g}K | {label} | {_with_interval(figures[label][WLB], 'speedup', 3)} | {known} |"
-            )
-    return lines
+            paper = f"{FIGURE_14[context]:.2f}" if context in FIGURE_14 else "-"
+            shown = _with_interval(figures[label][WLB], "speedup", 3)
+            contexts.append(f"| {context / K:g}K | {label} | {shown} | {paper} |")
+    tables = (
+        ("| split, context, kernel | part | speed-up | paper, Fig. 13 |", parts),
+        ("| context | split, kernel | WLB over Plain-4D | paper, Fig. 14 |", contexts),
+    )
+    return [line for head, rows in tables if rows for line in (head, "|---|---|---|---|", *rows, "")]
 
 
 def results_tables(launches: Sequence[Launch]) -> str:
@@ -342,7 +353,7 @@ def results_tables(launches: Sequence[Launch]) -> str:
             f"`{about.get('command', '')}`.",
             "",
         ]
-    return "\n".join([*lines, *paper_lines(best, figures)])
+    return "\n".join([*lines, *paper_lines(best, figures)]).rstrip("\n")
 
 
 def with_table(page: str, table: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import end_to_end_report
 import stage_times_report
 import trainer_report
-from convergence_report import PLAIN
+from convergence_report import DEFAULT, PAPER, PLAIN
 from end_to_end_cases import WLB
 from end_to_end_report import Launch
 
@@ -39,6 +39,8 @@ _SHARED = (
 )
 _SIMULATED = " with a simulated exchange"
 
+_PLANNING = "packing and planning, largest share of WLB's steps"
+
 Row = tuple[str, str, str, str]
 
 
@@ -47,7 +49,7 @@ def summary(
     trainer: Mapping[str, Any] | None,
     convergence: Mapping[str, Any] | None,
     composed: Mapping[str, Sequence[Row]] | None = None,
-    pilot: Mapping[str, Any] | None = None,
+    planned: Sequence[Row] = (),
 ) -> str:
     """The Markdown between the marks of README.md; what is not measured is said in a sentence.
 
@@ -57,13 +59,13 @@ def summary(
         convergence: Of the convergence benchmark: ``changes`` of the held-out loss by packer, the ``noise`` and what
             it is of (``noise_of``), and ``on``, where it ran.
         composed: See ``composed_rows``; of these, the ones of launches whose whole steps were not measured are shown.
-        pilot: Figures of the pilot's steps: ``pilot_planning_share``, and ``on``, where it ran.
+        planned: See ``composed_planning_rows``.
     """
     whole = WholeSteps.of(launches or ())
     speed_ups = speed_up_rows(whole)
     parts: dict[str, list[Row]] = {
         "MFU": mfu_rows(whole, trainer),
-        "packing and planning": planning_rows(whole, pilot),
+        "packing and planning": [*planning_rows(whole), *planned],
         "what `WLBTrainer` adds to a bare loop": overhead_rows(trainer),
         "convergence": convergence_rows(convergence),
     }
@@ -71,6 +73,8 @@ def summary(
     stages = [row for label, found in (composed or {}).items() if f"`{label}`" in missing for row in found]
     absent = [f"whole steps against Plain-4D ({', '.join(missing)})"] if missing else []
     absent += [name for name, found in parts.items() if not found]
+    if convergence is not None and parts["convergence"]:
+        absent += [f"convergence with `{name}`" for name in (DEFAULT, PAPER) if name not in convergence["changes"]]
     rows = [*speed_ups, *stages, *(row for found in parts.values() for row in found)]
     lines: list[str] = []
     if rows:
@@ -124,7 +128,7 @@ def speed_up_rows(whole: WholeSteps) -> list[Row]:
     rows: list[Row] = []
     for label, launch in whole.best.items():
         found = whole.of_wlb.get(label, {})
-        on = f"{whole.on(label)}, {len(launch.rounds)} rounds"
+        on = f"{whole.on(label)}, {end_to_end_report.rounds_text(len(launch.rounds))}"
         rows += [
             (f"WLB over {other}, `{label}`", f"{found[name]:.3f}x", _interval(found[f"{name}_interval"]), on)
             for name, other in COMPARED.items()
@@ -139,7 +143,7 @@ def composed_rows(launches: Sequence[Launch]) -> dict[str, list[Row]]:
     rows: dict[str, list[Row]] = {}
     for label, launch in best.items():
         found, device = figures[label].get(WLB, {}), launch.about["device"]
-        on = f"{trainer_report.where(launch.about['measured_on'])}, {len(launch.rounds)} rounds"
+        on = f"{trainer_report.where(launch.about['measured_on'])}, {end_to_end_report.rounds_text(len(launch.rounds))}"
         simulated = _SIMULATED if launch.about["settings"]["cp_size"] > 1 else ""
         made = f"stages measured on one {device}, put together by 1F1B{simulated}"
         rows[label] = [
@@ -167,14 +171,29 @@ def mfu_rows(whole: WholeSteps, trainer: Mapping[str, Any] | None) -> list[Row]:
     return rows
 
 
-def planning_rows(whole: WholeSteps, pilot: Mapping[str, Any] | None) -> list[Row]:
-    """The largest share of a step that packing and planning shards take: of WLB's steps, else of the pilot's."""
-    name = "packing and planning, largest share of a step"
+def planning_rows(whole: WholeSteps) -> list[Row]:
+    """The largest share of WLB's steps that packing and planning shards take on a rank."""
     shares = {label: row["planning_share"] for label, row in whole.of_wlb.items()}
-    if shares:
-        label = max(shares, key=lambda label: shares[label])
-        return [(f"{name}, `{label}`", f"{shares[label]:.3%}", "", whole.on(label))]
-    return [] if pilot is None else [(f"{name}, pilot", f"{pilot['pilot_planning_share']:.3%}", "", pilot["on"])]
+    if not shares:
+        return []
+    label = max(shares, key=lambda label: shares[label])
+    return [(f"{_PLANNING}, `{label}`", f"{shares[label]:.3%}", "", whole.on(label))]
+
+
+def composed_planning_rows(launches: Sequence[Launch]) -> list[Row]:
+    """The same of steps with context parallelism, whose shards are planned, that are put together."""
+    figures = stage_times_report.summary(launches)
+    best = {
+        label: launch
+        for label, launch in end_to_end_report.best_launches(launches).items()
+        if launch.about["settings"]["cp_size"] > 1 and WLB in figures[label]
+    }
+    if not best:
+        return []
+    label = max(best, key=lambda label: figures[label][WLB]["planning_share"])
+    where = trainer_report.where(best[label].about["measured_on"])
+    share = figures[label][WLB]["planning_share"]
+    return [(f"{_PLANNING}, with shards, `{label}`, put together", f"{share:.3%}", "", where)]
 
 
 def overhead_rows(trainer: Mapping[str, Any] | None) -> list[Row]:

@@ -47,7 +47,7 @@ def results_table(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> str:
             spans = "" if variant.composed is None else f"{variant.composed / variant.measured - 1:+.1%}"
             lines.append(
                 f"| {where} | {variant.name} | {variant.steps} | {variant.measured:.3f} | {variant.predicted:.3f} | "
-                f"{variant.error:+.1%} | {spans} | {measured.planning_share:.3%} |"
+                f"{variant.error:+.1%} | {spans} | {_share(measured.planning_share)} |"
             )
     first = checks[0][0]
     lines += [
@@ -61,15 +61,14 @@ def figures(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> Mapping[str
     """The largest error of a prediction and of a step put together of its own spans, the largest share of planning."""
     variants = [variant for _, check in checks for variant in check.variants]
     composed = [abs(one.composed / one.measured - 1) for one in variants if one.composed is not None]
-    planning = max(variant.planning_share for launch, _ in checks for variant in launch.variants)
+    shares = [variant.planning_share for launch, _ in checks for variant in launch.variants]
+    planning = [share for share in shares if share is not None]
     return {
-        "pilot_planning_share": round(planning, 5),
+        "pilot_planning_share": round(max(planning), 5) if planning else None,
         "prediction_error": round(max(check.worst_error for _, check in checks), 4),
         "schedule_error": round(max(composed), 4) if composed else None,
     }
 
 
-def summary(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> dict[str, Any]:
-    """What README says."""
-    first = checks[0][0]
-    return {**figures(checks), "on": f"{first.split.gpus} x {first.device}"}
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.3%}"

@@ -313,9 +313,8 @@ def summary(results: Mapping[str, Any]) -> str:
     composed = results.get(STAGE_TIMES)
     with next(one for one in BENCHMARKS if one.file == STAGE_TIMES).damage_named():
         rows = {} if composed is None else measured_report.composed_rows(composed)
-    checks = results.get(PILOT)
-    pilot = None if checks is None else pilot_report.summary(checks)
-    return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures, rows, pilot)
+        planned = [] if composed is None else measured_report.composed_planning_rows(composed)
+    return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures, rows, planned)
 
 
 def page_text(root: Path, page: str) -> str:

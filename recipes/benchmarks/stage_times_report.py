@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from end_to_end_cases import VARIANTS, WLB, K
-from end_to_end_report import COMPARED, Launch, _with_interval, best_launches, variant_row
+from end_to_end_report import COMPARED, Launch, _with_interval, best_launches, rounds_text, variant_row
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from readme_table import between_marks, marks
@@ -243,7 +243,7 @@ def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> 
     """A Markdown table of a configuration's variants, and what was run."""
     cp_size = launch.about["settings"]["cp_size"]
     lines = [
-        f"**{label}**, {len(launch.rounds)} rounds, composed{', the exchange simulated' if cp_size > 1 else ''}",
+        f"**{label}**, {rounds_text(len(launch.rounds))}, composed{', the exchange simulated' if cp_size > 1 else ''}",
         "",
         "| variant | tokens/s/GPU, whole stream | over Plain-4D | over cut | over Fixed-4D | slowest micro-batch over "
         f"mean | bubble | {'exchange | ' if cp_size > 1 else ''}MFU | step s | predicted s | error |",

@@ -15,20 +15,11 @@ from transformers import Trainer
 from hf_wlb import WLBDataCollator, WLBTrainer
 from hf_wlb.attention.registration import MASKLESS
 from hf_wlb.callbacks import MetricsFileCallback, WLBProgressCallback
-from hf_wlb.trainer.swap import without_mixed_precision
 from tests.support.documents import WORKLOAD
-from tests.support.oracle import in_double, loss_and_gradients, mean_loss, relative_error, worst_error
+from tests.support.oracle import in_double, loss_and_gradients, mean_loss, worst_error
 from tests.support.tiny_llama import VOCABULARY, tiny_llama
 from tests.support.tolerances import CHECKPOINTING, NEGATIVE_CONTROL_FACTOR, TRAINER, TRAINER_AFTER_STEPS
-from tests.support.training import LENGTHS, arguments, rows_of, train, trainer_of
-
-
-def check_first_step(recorder: Any, rows: Any, model: Any, label_smoothing: float = 0.0) -> float:
-    """The worst relative error of the first step's loss and gradients."""
-    loss, gradients = loss_and_gradients(model, recorder.documents(0, rows), label_smoothing)
-    loss_error = relative_error(torch.tensor(recorder.losses[0]), torch.tensor(loss))
-    return max(loss_error, worst_error(recorder.gradients, gradients))
-
+from tests.support.training import LENGTHS, arguments, check_first_step, rows_of, train, trainer_of
 
 # ---- loss and gradients ----
 
@@ -155,36 +146,6 @@ def test_gradient_checkpointing_changes_no_loss(tmp_path: Path) -> None:
     _, replayed = train(tmp_path, gradient_checkpointing=True)
     assert replayed.losses == pytest.approx(plain.losses, rel=CHECKPOINTING)
     assert worst_error(replayed.gradients, plain.gradients) <= CHECKPOINTING
-
-
-def test_a_second_trainer_of_a_model_computes_in_its_own_type(tmp_path: Path) -> None:
-    """Accelerate leaves autocast around the forward of a model that was trained."""
-    model = tiny_llama()
-    train(tmp_path / "first", rows_of(), model, max_steps=1, bf16=True)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    train(tmp_path / "again", rows_of(), model, max_steps=1, bf16=True)
-    model.load_state_dict(weights)
-    _, recorder = train(tmp_path / "exact", rows_of(), model, max_steps=1)
-    fresh = tiny_llama()
-    fresh.load_state_dict(weights)
-    assert check_first_step(recorder, rows_of(), fresh) <= TRAINER
-    fresh.load_state_dict(weights)
-    _, rounded = train(tmp_path / "rounded", rows_of(), fresh, max_steps=1, bf16=True)
-    fresh = tiny_llama()
-    fresh.load_state_dict(weights)
-    assert check_first_step(rounded, rows_of(), fresh) > NEGATIVE_CONTROL_FACTOR * TRAINER
-    assert "forward" not in vars(model)
-
-
-def test_a_forward_of_the_models_own_stays(tmp_path: Path) -> None:
-    model = tiny_llama()
-    own = model.forward
-    model.forward = own_forward = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
-    model._original_forward, model.forward = model.forward, lambda *args, **kwargs: None
-    without_mixed_precision(model)
-    assert model.forward is own_forward and "_original_forward" not in vars(model)
-    without_mixed_precision(model)
-    assert model.forward is own_forward
 
 
 def test_a_lora_adapter_trains(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from hf_wlb import WLBTrainer, WLBTrainingArguments
 from tests.support.documents import WORKLOAD
-from tests.support.oracle import Row, gradients_of
+from tests.support.oracle import Row, gradients_of, loss_and_gradients, relative_error, worst_error
 from tests.support.tiny_llama import random_documents, tiny_llama
 
 #: Two epochs of these take 4 and 5 steps of 2 micro-batches of 16 tokens: see test_trainer.py.
@@ -94,3 +94,10 @@ def train(folder: Path | str, rows: Any = None, model: Any = None, **options: An
     trainer, recorder = trainer_of(folder, rows, model, **options)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer, recorder
+
+
+def check_first_step(recorder: Any, rows: Any, model: Any, label_smoothing: float = 0.0) -> float:
+    """The worst relative error of the first step's loss and gradients."""
+    loss, gradients = loss_and_gradients(model, recorder.documents(0, rows), label_smoothing)
+    loss_error = relative_error(torch.tensor(recorder.losses[0]), torch.tensor(loss))
+    return max(loss_error, worst_error(recorder.gradients, gradients))

@@ -8,8 +8,8 @@ TORCH ?= torch==2.13.0
 EXTRA ?= test
 # Passed on to pytest by test and test-fast: make test PYTEST_ARGS="-k spawn -x"
 PYTEST_ARGS ?=
-# Test files that run at the same time; one more than two cores, as many tests wait for processes to start
-WORKERS ?= 3
+# Test files that run at the same time, on a core each (those of several processes share theirs)
+WORKERS ?= 2
 # Passed on by notebooks: make notebooks NOTEBOOK_ARGS=--write
 NOTEBOOK_ARGS ?=
 

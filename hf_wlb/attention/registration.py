@@ -183,9 +183,8 @@ def document_attention_enabled(model: PreTrainedModel, implementation: str = MAS
     model.set_attn_implementation(implementation)
     hook = partial(_without_mask, name=type(model).__name__, implementation=implementation)
     # The decoder too: what calls the model's forward without its hooks, as some versions of PEFT, gets to it.
-    handles = [
-        module.register_forward_pre_hook(hook, with_kwargs=True) for module in dict.fromkeys((model, model.base_model))
-    ]
+    modules = dict.fromkeys((model, getattr(model, "base_model", model)))
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:
         yield
     finally:

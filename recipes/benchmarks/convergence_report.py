@@ -329,10 +329,6 @@ def _verdict(results: Mapping[str, Any]) -> str:
     return f"The held-out loss at the end: {shown} that of sequential packing; {verdict}{against}."
 
 
-def _word(change: float) -> str:
-    return "worse" if change > 0 else "better"
-
-
 def noise_words(results: Mapping[str, Any]) -> str:
     """What is other in the further sequential runs.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import end_to_end_report
-import stage_times_report
 import trainer_report
 from convergence_report import DEFAULT, PAPER, PLAIN
 from end_to_end_cases import WLB
@@ -61,7 +60,7 @@ def summary(
         composed: See ``composed_rows``; of these, the ones of launches whose whole steps were not measured are shown.
         planned: See ``composed_planning_rows``.
     """
-    whole = WholeSteps.of(launches or ())
+    whole = WlbSteps.of(launches or ())
     speed_ups = speed_up_rows(whole)
     parts: dict[str, list[Row]] = {
         "MFU": mfu_rows(whole, trainer),
@@ -100,8 +99,8 @@ def _said_before(speed_ups: bool, composed: bool, shared: bool) -> str:
 
 
 @dataclass(frozen=True)
-class WholeSteps:
-    """What the end-to-end benchmark measured.
+class WlbSteps:
+    """What launches say of WLB's steps, whole ones or put together of stages.
 
     Attributes:
         best: By label the launch with the most rounds.
@@ -112,18 +111,19 @@ class WholeSteps:
     of_wlb: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def of(cls, launches: Sequence[Launch]) -> WholeSteps:
+    def of(cls, launches: Sequence[Launch]) -> WlbSteps:
         """Of all launches that there are."""
         figures = end_to_end_report.summary(launches)
         of_wlb = {label: variants[WLB] for label, variants in figures.items() if WLB in variants}
         return cls(end_to_end_report.best_launches(launches), of_wlb)
 
     def on(self, label: str) -> str:
-        """The machine of a launch, in words."""
-        return trainer_report.where(self.best[label].about)
+        """The machine of a launch, in words; of stages the one that measured them."""
+        about = self.best[label].about
+        return trainer_report.where(about.get("measured_on", about))
 
 
-def speed_up_rows(whole: WholeSteps) -> list[Row]:
+def speed_up_rows(whole: WlbSteps) -> list[Row]:
     """WLB's speed-ups, launch by launch."""
     rows: list[Row] = []
     for label, launch in whole.best.items():
@@ -137,13 +137,12 @@ def speed_up_rows(whole: WholeSteps) -> list[Row]:
     return rows
 
 
-def composed_rows(launches: Sequence[Launch]) -> dict[str, list[Row]]:
+def composed_rows(steps: WlbSteps) -> dict[str, list[Row]]:
     """WLB's speed-ups of steps that are put together from stage times, by label; see ``stage_times_report``."""
-    best, figures = end_to_end_report.best_launches(launches), stage_times_report.summary(launches)
     rows: dict[str, list[Row]] = {}
-    for label, launch in best.items():
-        found, device = figures[label].get(WLB, {}), launch.about["device"]
-        on = f"{trainer_report.where(launch.about['measured_on'])}, {end_to_end_report.rounds_text(len(launch.rounds))}"
+    for label, launch in steps.best.items():
+        found, device = steps.of_wlb.get(label, {}), launch.about["device"]
+        on = f"{steps.on(label)}, {end_to_end_report.rounds_text(len(launch.rounds))}"
         simulated = _SIMULATED if launch.about["settings"]["cp_size"] > 1 else ""
         made = f"stages measured on one {device}, put together by 1F1B{simulated}"
         rows[label] = [
@@ -158,7 +157,7 @@ def _interval(ends: Sequence[float] | None) -> str:
     return "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
-def mfu_rows(whole: WholeSteps, trainer: Mapping[str, Any] | None) -> list[Row]:
+def mfu_rows(whole: WlbSteps, trainer: Mapping[str, Any] | None) -> list[Row]:
     """The highest MFU of WLB's steps, and of the splits of the trainer's benchmark."""
     rows: list[Row] = []
     known = {label: row["mfu"] for label, row in whole.of_wlb.items() if row["mfu"] is not None}
@@ -171,7 +170,7 @@ def mfu_rows(whole: WholeSteps, trainer: Mapping[str, Any] | None) -> list[Row]:
     return rows
 
 
-def planning_rows(whole: WholeSteps) -> list[Row]:
+def planning_rows(whole: WlbSteps) -> list[Row]:
     """The largest share of WLB's steps that packing and planning shards take on a rank."""
     shares = {label: row["planning_share"] for label, row in whole.of_wlb.items()}
     if not shares:
@@ -180,20 +179,17 @@ def planning_rows(whole: WholeSteps) -> list[Row]:
     return [(f"{_PLANNING}, `{label}`", f"{shares[label]:.3%}", "", whole.on(label))]
 
 
-def composed_planning_rows(launches: Sequence[Launch]) -> list[Row]:
+def composed_planning_rows(steps: WlbSteps) -> list[Row]:
     """The same of steps with context parallelism, whose shards are planned, that are put together."""
-    figures = stage_times_report.summary(launches)
-    best = {
-        label: launch
-        for label, launch in end_to_end_report.best_launches(launches).items()
-        if launch.about["settings"]["cp_size"] > 1 and WLB in figures[label]
+    shares = {
+        label: row["planning_share"]
+        for label, row in steps.of_wlb.items()
+        if steps.best[label].about["settings"]["cp_size"] > 1
     }
-    if not best:
+    if not shares:
         return []
-    label = max(best, key=lambda label: figures[label][WLB]["planning_share"])
-    where = trainer_report.where(best[label].about["measured_on"])
-    share = figures[label][WLB]["planning_share"]
-    return [(f"{_PLANNING}, with shards, `{label}`, put together", f"{share:.3%}", "", where)]
+    label = max(shares, key=lambda label: shares[label])
+    return [(f"{_PLANNING}, with shards, `{label}`, put together", f"{shares[label]:.3%}", "", steps.on(label))]
 
 
 def overhead_rows(trainer: Mapping[str, Any] | None) -> list[Row]:

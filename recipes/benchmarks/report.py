@@ -312,8 +312,8 @@ def summary(results: Mapping[str, Any]) -> str:
             figures = convergence_report.summary(convergence)
     composed = results.get(STAGE_TIMES)
     with next(one for one in BENCHMARKS if one.file == STAGE_TIMES).damage_named():
-        rows = {} if composed is None else measured_report.composed_rows(composed)
-        planned = [] if composed is None else measured_report.composed_planning_rows(composed)
+        stages = measured_report.WlbSteps.of(composed or ())
+        rows, planned = measured_report.composed_rows(stages), measured_report.composed_planning_rows(stages)
     return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures, rows, planned)
 
 

@@ -28,7 +28,7 @@ from hf_wlb.simulator.exchange import count_exchange, exchange_is_sampled
 from hf_wlb.simulator.measured import MeasuredLaunch
 from hf_wlb.simulator.schedules import ScheduleConfig
 from hf_wlb.simulator.timeline import OpTimes, Timeline, run_schedule
-from hf_wlb.simulator.validation import CLUSTER_OF_KERNEL
+from hf_wlb.simulator.validation import CLUSTER_OF_KERNEL, step_model
 from hf_wlb.workload import ProfiledWorkload, WorkloadModel
 
 #: Whose NVLink hidden states take: of the simulator's presets all Hopper ones have the same.
@@ -174,19 +174,8 @@ def _models(launch: str) -> tuple[StepModel, StepModel]:
         profile = replace(measured.workload, profile=replace(measured.workload.profile, collectives=()))
     cluster = exchange_cluster(about["exchange"]["cluster"], measured.device)
 
-    def model(cluster: Cluster) -> StepModel:
-        return StepModel.of(
-            measured.config,
-            measured.split,
-            cluster,
-            context_length=measured.context_length,
-            gradient_checkpointing=measured.gradient_checkpointing,
-            layout=measured.layout,
-            profile=profile,
-            compiled=measured.compiled,
-        )
-
-    return model(cluster), model(replace(cluster, memory_bytes_per_second=_NO_TIME))
+    free = replace(cluster, memory_bytes_per_second=_NO_TIME)
+    return step_model(measured, cluster, profile), step_model(measured, free, profile)
 
 
 def exchange_cluster(name: str, device: str | None) -> Cluster:

@@ -221,7 +221,8 @@ def test_stage_times_are_shown_for_whole_steps_that_are_not_measured(modules, re
 
 def test_stage_times_make_room_for_whole_steps(modules, report) -> None:
     text = text_of(*stage_time_lines(modules), *stage_time_lines(modules, name="b", kernel="flash-attn-4"))
-    rows = modules.measured_report.composed_rows(modules.stage_times_report.read_launches(text))
+    launches = modules.stage_times_report.read_launches(text)
+    rows = modules.measured_report.composed_rows(modules.measured_report.WlbSteps.of(launches))
     assert list(rows) == ["pp4_128k_fa2", "pp4_128k_fa4"]
     about, *steps = map(json.loads, whole_steps(modules).splitlines())
     about = {**about, "stage_of_rank": [0, 1, 2, 3], "settings": {**about["settings"], "pp_size": 4}}

@@ -251,13 +251,14 @@ def test_tables_say_that_the_exchange_is_simulated(modules, tmp_path) -> None:
     assert "**The exchange of keys and values between ranks is simulated, not measured**" in text
     assert "| bubble | exchange | MFU |" in text and "| bubble | MFU |" in text
     assert "each shared by 2 context-parallel ranks" in text and "the clocks of 4 GPUs" in text
-    shown = modules.measured.summary(None, None, None, modules.measured.composed_rows(launches))
+    measured = modules.measured
+    shown = measured.summary(None, None, None, measured.composed_rows(measured.WlbSteps.of(launches)))
     assert "put together by 1F1B with a simulated exchange | " in shown
     assert "exchange of keys and values between ranks was not: it takes what the simulator says" in shown
     assert modules.report.draw(launches, tmp_path / "both.png").stat().st_size > 5_000
     # Without such launches nothing is said of it.
     alone = modules.report.read_launches(text_of(*lines(modules)))
-    shown = modules.measured.summary(None, None, None, modules.measured.composed_rows(alone))
+    shown = measured.summary(None, None, None, measured.composed_rows(measured.WlbSteps.of(alone)))
     assert "simulated" not in shown and "exchange" not in modules.report.results_tables(alone)
 
 

@@ -55,6 +55,7 @@ class AttentionCurve:
     def __init__(self, q_lens: Sequence[int], kv_lens: Sequence[int], seconds: Sequence[float]) -> None:
         samples = list(zip(q_lens, kv_lens, seconds, strict=True))
         documents = sorted((q, s) for q, kv, s in samples if q == kv)
+        self._document_q = [float(q) for q, _ in documents]
         self._documents = PowerCurve([q * (q + 1) / 2 for q, _ in documents], [s for _, s in documents])
         self._row_log_q: list[float] = []
         self._rows: list[tuple[FloatArray, FloatArray]] = []
@@ -95,6 +96,31 @@ class AttentionCurve:
             growth += np.maximum(1 - np.abs(place - index), 0) * row
         return growth
 
+    def kinks(self, steps: FloatArray, window: int | None = None) -> tuple[FloatArray, FloatArray]:
+        """Points on the lines along which ``seconds`` bends: at samples' queries, at their keys, at the window.
+
+        Args:
+            steps: Where to take points of a line, as q_len and as kv_len / q_len; those where lines cross are added.
+            window: As in ``seconds``.
+
+        Returns:
+            q_len and kv_len, both ``[points]``; not whole numbers.
+        """
+        keys = np.exp(np.unique(np.concatenate([np.zeros(1), *(x for x, _ in self._rows)])))
+        lines = np.concatenate([self._document_q, np.exp(self._row_log_q)])
+        if window is not None:  # beyond it samples' keys are reached, if at all, by other queries
+            lines = np.concatenate([lines, [window], np.maximum((2 * window + 1 - keys) / (keys + 1), 1.0)])
+        q_lens = np.concatenate([steps, lines])
+        points: list[tuple[FloatArray, ...]] = [
+            np.broadcast_arrays(lines[:, None], lines[:, None] * steps),
+            np.broadcast_arrays(q_lens[:, None], keys * (q_lens[:, None] + 1) / 2 + (q_lens[:, None] - 1) / 2),
+        ]
+        if window is not None:
+            reached = np.minimum(np.concatenate([q_lens, np.maximum(window / steps, 1.0)]), window)
+            points.append((reached, np.full_like(reached, window)))
+        q_len, kv_len = (np.concatenate([part.ravel() for part in column]) for column in zip(*points, strict=True))
+        return q_len, kv_len
+
 
 def _mean_keys(q_len: FloatArray, kv_len: FloatArray) -> FloatArray:
     """Keys that a query of the chunk sees on average."""
@@ -114,9 +140,12 @@ class SegmentTable:
     Args:
         seconds: The function, for arrays of lengths as float64.
         longest: Length up to which the grid reaches; beyond it goes on as it ends.
+        kinks: Given the grid's q_len (and kv_len / q_len), points of (q_len, kv_len) on the lines along which the
+            function bends; ``None`` if it does not.
 
     Between grid points the time per causal pair is interpolated linearly in the logarithms: within 1%, near a kink of
-    the function within 3%.
+    the function within 3%. A function with steeper kinks than that allows is called itself, which takes a few times
+    as long: samples can be any times, such as 30 s for one more key.
 
     >>> table = SegmentTable(lambda q, kv: q * kv, longest=1000)
     >>> [round(float(t)) for t in table(np.array([10, 100, 0]), np.array([700, 100, 50]))]
@@ -124,15 +153,30 @@ class SegmentTable:
     """
 
     _PER_OCTAVE = 32
+    _MOST_ERROR = 0.02  # at kinks, where it is largest, and short of what is promised
 
-    def __init__(self, seconds: Callable[[FloatArray, FloatArray], FloatArray], longest: int) -> None:
+    def __init__(
+        self,
+        seconds: Callable[[FloatArray, FloatArray], FloatArray],
+        longest: int,
+        kinks: Callable[[FloatArray], tuple[FloatArray, FloatArray]] | None = None,
+    ) -> None:
+        self._seconds = seconds
         self._last = int(np.ceil(np.log2(longest) * self._PER_OCTAVE)) - 1
         steps = np.exp2(np.arange(self._last + 2) / self._PER_OCTAVE)
         q, kv = np.broadcast_arrays(steps[:, None], steps[:, None] * steps[None, :])
         self._log_rate = np.log(seconds(q, kv) / _chunk_pairs(q, kv))
+        self.too_steep = False
+        """Whether the function bends too much for the grid, and is called itself."""
+        if kinks is not None:
+            q, kv = kinks(steps)
+            error = np.abs(np.log(self(q, kv) / seconds(q, kv))).max()
+            self.too_steep = not error <= self._MOST_ERROR  # so that an error which is no number is too much
 
     def __call__(self, q_len: NDArray[Any], kv_len: NDArray[Any]) -> FloatArray:
         """Seconds of segments; no queries take no time."""
+        if self.too_steep:
+            return self._seconds(np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64))
         queries, keys = np.maximum(q_len, 1), np.maximum(kv_len, 1)
         log_q = np.log2(queries)
         row, down = self._place(log_q)

@@ -251,10 +251,16 @@ def _of_all_layers(curve: AttentionCurve, layers: _Layers, q_len: FloatArray, kv
     return total
 
 
+def _kinks(curve: AttentionCurve, layers: _Layers, steps: FloatArray) -> tuple[FloatArray, FloatArray]:
+    q_lens, kv_lens = zip(*(curve.kinks(steps, window) for _, window in layers), strict=True)
+    return np.concatenate(q_lens), np.concatenate(kv_lens)
+
+
 @lru_cache(maxsize=8)
 def _segment_table(samples: _Samples, layers: _Layers, forwards: int) -> SegmentTable:
     """Made in a third of a second, and kept for other models of the same profile: 4 MB each."""
-    return SegmentTable(partial(_of_all_layers, _attention_curve(samples, forwards), layers), _LONGEST_IN_TABLE)
+    curve = _attention_curve(samples, forwards)
+    return SegmentTable(partial(_of_all_layers, curve, layers), _LONGEST_IN_TABLE, partial(_kinks, curve, layers))
 
 
 def read_json(path: str | Path, what: str) -> Any:

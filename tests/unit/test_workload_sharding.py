@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_wlb.workload import HARDWARE_PRESETS, AnalyticWorkload, HardwareFigures, ProfiledWorkload, count_model
 from hf_wlb.workload.analytic import SEGMENT_OVERHEAD_TOKENS
+from hf_wlb.workload.curves import AttentionCurve, SegmentTable
 
 from .test_workload import UNIT, llama_2_7b
 from .test_workload_profile import METADATA, attention, collective, documents_only, full_profile, profiles
@@ -152,15 +154,71 @@ def test_profiled_rows_come_back() -> None:
     assert prices.tolist() == pytest.approx([1.2, 8.0, 80.0, 0.0, 0.0], rel=0.012)
 
 
+# One more key takes 32.5 x the time.
+STEEP = [attention(2, 2, 1.0, 1.0), attention(2, 3, 1.0, 64.0)]
+
+
+def tame(profile):
+    """Its times brought near to one time per pair, within a factor of 8."""
+    for sample in profile["attention"]:
+        pairs = sample["q_len"] * (sample["kv_len"] - (sample["q_len"] - 1) / 2)
+        for name in ("forward_seconds", "backward_seconds"):
+            sample[name] = pairs * sample[name] ** 0.1
+    return profile
+
+
 @settings(deadline=None, max_examples=50)
-@given(profiles(), ROWS)
+@given(profiles() | profiles().map(tame), ROWS)
+@example({**documents_only(), "attention": STEEP}, [(2, 1)])
+@example({**documents_only(), "attention": STEEP, "layers": [{"count": 1, "window": 3}]}, [(2, 2), (3, 0)])
 def test_profiled_rows_are_chunks_without_linear_work(profile, rows) -> None:
-    queries, keys = np.array([q for q, _ in rows]), np.array([q + before for q, before in rows])
-    model = ProfiledWorkload.from_dict(profile)
-    prices = model.segment(queries, keys)
+    queries, keys = np.array([(q, q + before) for q, before in [*rows, *at_samples(profile)]]).T
+    prices = ProfiledWorkload.from_dict(profile).segment(queries, keys)
     assert np.isfinite(prices).all() and (prices[queries == 0] == 0).all()
-    linear_work = model.linear(queries)
-    assert prices == pytest.approx(model.chunk(queries, keys) - linear_work, rel=0.03, abs=1e-9 * linear_work.max())
+    attention_alone = ProfiledWorkload.from_dict({**profile, "linear": []})
+    assert prices == pytest.approx(attention_alone.chunk(queries, keys), rel=0.03, abs=0)
+
+
+def at_samples(profile):
+    """Rows, as in ``ROWS``, where prices have their kinks, and next to them."""
+    samples = [(sample["q_len"], sample["kv_len"] - sample["q_len"]) for sample in profile["attention"]]
+    return [(q + more, before + later) for q, before in samples for more in (0, 1) for later in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "window", "row"),
+    [
+        ([(2, 2, 2.0), (2, 3, 65.0)], None, (2, 3)),
+        ([(2, 2, 2.0), (2, 3, 65.0)], 3, (2, 3)),
+        ([(300, 300, 2.0), (300, 301, 65.0)], None, (300, 301)),
+        ([(100, 100, 2.0), (101, 101, 65.0)], None, (101, 101)),
+        ([(1, 1, 1.0), (99, 200, 1e4), (100, 100, 5e3), (100, 201, 1e6)], None, (100, 201)),
+    ],
+    ids=["keys", "window", "long", "documents", "queries"],
+)
+def test_steep_samples_are_not_read_off_the_grid(samples, window, row) -> None:
+    curve = AttentionCurve(*zip(*samples, strict=True))
+    table, grid = tables(curve, window)
+    exact = float(curve.seconds(*np.array(row, dtype=np.float64), window))
+    assert table.too_steep and table(*np.array(row)) == pytest.approx(exact)
+    # Negative control: the grid alone would be off by more than it may.
+    assert not grid.too_steep and grid(*np.array(row)) != pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("window", [None, 5, 90])
+def test_usual_samples_are_read_off_the_grid(window) -> None:
+    curve = AttentionCurve([2, 2, 70, 70, 100], [2, 9, 70, 333, 100], [2.0, 15.0, 900.0, 5e3, 1.5e3])
+    table, grid = tables(curve, window)
+    queries = np.arange(401)[:, None]
+    keys = queries + np.arange(401)
+    assert (prices := table(queries, keys)) == pytest.approx(curve.seconds(queries, keys, window), rel=0.03, abs=0)
+    assert not table.too_steep and (prices == grid(queries, keys)).all()
+
+
+def tables(curve, window):
+    """The table, and one that was not told where the curve bends."""
+    seconds = partial(curve.seconds, window=window)
+    return SegmentTable(seconds, 1024, partial(curve.kinks, window=window)), SegmentTable(seconds, 1024)
 
 
 def test_a_profile_where_short_chunks_are_slow_says_so() -> None:

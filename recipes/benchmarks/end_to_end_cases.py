@@ -20,7 +20,7 @@ from hf_wlb.workload import WorkloadModel
 
 K = 1024
 STATIC = "static"  # the paper's adaptive sharding: per-sequence or per-document, nothing placed
-BASELINE, CUT, FIXED, WLB = "plain-4d", "plain-4d, cut", "fixed-4d", "wlb"
+BASELINE, CUT, FIXED, WLB, NOT_PLACED = "plain-4d", "plain-4d, cut", "fixed-4d", "wlb", "wlb, not placed"
 #: Steps behind the window that is sampled, so that no packer is at the end of the data in it.
 STEPS_BEHIND = 20
 
@@ -152,7 +152,7 @@ VARIANTS = (
     Variant("per-document alone", "next-fit", "per_document"),
     Variant("adaptive alone", "next-fit", STATIC),
     Variant("packing + delay alone", "steady", "per_sequence"),
-    Variant("wlb, not placed", "steady", STATIC),
+    Variant(NOT_PLACED, "steady", STATIC),
 )
 
 

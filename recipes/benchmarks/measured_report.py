@@ -16,6 +16,7 @@ from end_to_end_report import Launch
 LAUNCHES = {
     "pp4_128k_fa2": "--kernel flash-attn-2",
     "pp4_128k_fa4": "--kernel flash-attn-4",
+    "pp2cp2_128k_fa2": "--pp_size 2 --cp_size 2 --kernel flash-attn-2",
     "pp2cp2_128k_fa4": "--pp_size 2 --cp_size 2 --kernel flash-attn-4",
     "pp4_64k_fa2": "--context_length 65536 --kernel flash-attn-2",
 }

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from end_to_end_cases import VARIANTS, WLB, K
-from end_to_end_report import COMPARED, Launch, _with_interval, best_launches, rounds_text, variant_row
+from end_to_end_cases import VARIANTS, WLB
+from end_to_end_report import COMPARED, Launch, _with_interval, best_launches, paper_lines, rounds_text, variant_row
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from readme_table import between_marks, marks
@@ -23,7 +23,6 @@ from hf_wlb.analysis.simulation import committed_profile
 from hf_wlb.plots.style import GREY, INK, quiet, save
 from hf_wlb.sharding.types import FloatArray
 from hf_wlb.simulator.measured import MeasuredLaunch, read_rounds
-from hf_wlb.simulator.paper import FIGURE_14
 from hf_wlb.simulator.step import StepSimulator
 from hf_wlb.simulator.systems import sharder_of
 from hf_wlb.simulator.validation import LaunchCheck, VariantCheck, step_model
@@ -283,21 +282,14 @@ def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> 
     ]
 
 
-def context_lines(best: Mapping[str, Launch], figures: Mapping[str, Mapping[str, Row]]) -> list[str]:
-    """WLB over Plain-4D by context, beside the paper's Fig. 14."""
-    if not drawn_speedups(figures):
+def paper_tables(best: Mapping[str, Launch], figures: Mapping[str, Mapping[str, Row]]) -> list[str]:
+    """The parts beside the paper's Fig. 13, and WLB over Plain-4D by context beside its Fig. 14."""
+    lines = paper_lines(best, figures, "configuration", ", composed")
+    if not lines:
         return []
-    lines = ["| context | configuration | WLB over Plain-4D, composed | paper, Fig. 14 |", "|---|---|---|---|"]
-    contexts = sorted((launch.about["settings"]["context_length"], label) for label, launch in best.items())
-    for context, label in contexts:
-        row = figures[label].get(WLB, {})
-        if "speedup" in row:
-            known = f"{FIGURE_14[context]:.2f}" if context in FIGURE_14 else "-"
-            lines.append(f"| {context / K:g}K | {label} | {_with_interval(row, 'speedup', 3)} | {known} |")
     longest = max(step["longest"] for launch in best.values() for steps in launch.rounds for step in steps.values())
     return [
         *lines,
-        "",
         f"The longest document in these steps has {longest:,} tokens, so longer contexts hold more of them.",
     ]
 
@@ -313,7 +305,7 @@ def configuration_tables(launches: Sequence[Launch]) -> str:
         raise ValueError("The results hold no launch with a whole round: run the benchmark first, or for longer.")
     figures = summary(launches)
     lines = [line for label in best for line in (*configuration_lines(label, best[label], figures[label]), "")]
-    return "\n".join([*lines, *context_lines(best, figures)])
+    return "\n".join([*lines, *paper_tables(best, figures)])
 
 
 def results_tables(launches: Sequence[Launch]) -> str:

@@ -291,11 +291,30 @@ def test_the_tables_name_what_is_the_same(report, launched) -> None:
     table = report.results_tables([launched])
     assert "| adaptive alone (= plain-4d) | 125 | 83 | 48 |" in table
     assert "| wlb | 250 | 250 | 16 | 3.000 | 2.000 | 1.500 | - |" in table
-    assert "| pp2_128k_fa2_m2 | wlb | 3.000 | 1.33 |" in table
+    assert "| 128K | pp2_128k_fa2_m2 | 3.000 | - |" in table and "Fig. 13" not in table
     marked = f"a\n{report.BEGIN}\nold\n{report.END}\nb\n"
     assert "old" not in report.with_table(marked, table) and table in report.with_table(marked, table)
     with pytest.raises(ValueError, match="no launch with a whole round"):
         report.results_tables([])
+
+
+def test_parts_stand_beside_the_paper_s(modules, report) -> None:
+    """Of launches in which parts ran; the paper's whole method places nothing, and ours has no figure there."""
+    seconds = {"plain-4d": 4.0, "per-document alone": 3.0, "wlb, not placed": 2.5, "wlb": 2.0}
+    about = launch_row(modules)
+    about["streams"] = {name: {"pass_tokens": 8000, "pass_predicted": 16.0} for name in seconds}
+    steps = [step(name, number, taken) for number in range(2) for name, taken in seconds.items()]
+    launches = report.best_launches(report.read_launches(text_of(about, *steps)))
+    (label,) = launches
+    lines = report.paper_lines(launches, report.summary(launches.values()), "run", ", in all")
+    assert lines[:2] == ["| run | part | speed-up, in all | paper, Fig. 13 |", "|---|---|---|---|"]
+    assert lines[2:6] == [
+        f"| {label} | per-document alone | 1.333 | 1.02 |",
+        f"| {label} | adaptive alone | 1.000 | 1.05 |",
+        f"| {label} | wlb, not placed | 1.600 | 1.33 |",
+        f"| {label} | wlb | 2.000 | - |",
+    ]
+    assert "`wlb, not placed`" in lines[7]
 
 
 def test_a_timeline_is_drawn(modules, launched, tmp_path) -> None:

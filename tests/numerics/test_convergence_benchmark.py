@@ -62,6 +62,13 @@ def results(trained):
     return json.loads((trained[0] / "runs" / "convergence.json").read_text())
 
 
+def with_base(trained, folder):
+    """A folder in which no run but the base was finished."""
+    shutil.copytree(trained[0] / "runs" / "base", folder / "base")
+    shutil.copy(trained[0] / "runs" / "base.json", folder)
+    return folder
+
+
 def test_the_last_line_is_the_result(trained, results) -> None:
     last = trained[1].rstrip().splitlines()[-1]
     assert json.loads(last.removeprefix("RESULT ")) == results["result"]
@@ -112,13 +119,11 @@ def test_a_second_call_repeats_no_finished_run(trained, results) -> None:
 
 
 def test_a_run_that_was_ended_goes_on_from_its_checkpoint(trained, tmp_path) -> None:
-    words = ("--only", "steady", "--steps", "60", "--evaluations", "2")
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    words = ("--only", "steady", "--steps", "60")
+    whole, cut = with_base(trained, tmp_path / "whole"), with_base(trained, tmp_path / "cut")
     done = call(trained[0], *words, "--folder", str(whole))
     assert done.returncode == 0, done.stderr
-    cut.mkdir()
-    shutil.copytree(whole / "base", cut / "base")
-    shutil.copy(whole / "base.json", cut)
+    assert "base: was finished before" in done.stdout
     words = (*words, "--folder", str(cut), "--checkpoints", "5")
     process = subprocess.Popen(command(trained[0], *words), cwd=REPOSITORY, env=environment())
     end = time.monotonic() + 200
@@ -145,8 +150,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(trained, tmp_path) -
     checkpoint.mkdir(parents=True)
     state = {"stateful_callbacks": {"Recorder": {"args": {"identity": "another"}}}}
     (checkpoint / "trainer_state.json").write_text(json.dumps(state))
-    shutil.copytree(trained[0] / "runs" / "base", tmp_path / "base")
-    shutil.copy(trained[0] / "runs" / "base.json", tmp_path)
+    with_base(trained, tmp_path)
     done = call(trained[0], "--only", "steady", "--folder", str(tmp_path))
     assert done.returncode == 1 and "is of a run with other settings, documents or base" in done.stderr
 

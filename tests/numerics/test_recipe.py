@@ -56,6 +56,16 @@ def run(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
+    """The last line of what a run says that ends before it trains; here and not in a process of its own."""
+    recipe = load_recipe("llama_long_context")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "argv", arguments(folder, **changes)[1:])
+        recipe.main()
+    assert end.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
 def losses(folder: Path) -> dict[int, float]:
     """Loss of every step; each step is there once, also after a resume."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -183,27 +193,24 @@ def test_yaml_and_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "contradicts system='plain-4d'" in refused(["--system", "plain-4d", "--packer", "steady"])
 
 
-def test_wrong_input_gets_a_sentence(tmp_path: Path) -> None:
+def test_wrong_input_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(tmp_path / "out", cp_size=2)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    sentence = "cp_size=2 does not divide the 1 process that runs; start 2 of them"
+    assert sentence in result.stderr.strip().splitlines()[-1]
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"body": "a"}\n')
-    for changes, sentence in (
-        ({"dataset": tmp_path / "absent.jsonl"}, "There is no file or folder"),
-        ({"dataset": rows}, "body"),
-        ({"cp_size": 2}, "cp_size=2 does not divide the 1 process that runs; start 2 of them"),
-    ):
-        result = run(tmp_path / "out", **changes)
-        assert result.returncode == 2 and "Traceback" not in result.stderr
-        assert sentence in result.stderr.strip().splitlines()[-1]
+    absent = tmp_path / "absent.jsonl"
+    assert "There is no file or folder" in refused(tmp_path / "out", capsys, dataset=absent)
+    assert "body" in refused(tmp_path / "out", capsys, dataset=rows)
 
 
-def test_a_model_without_a_tokenizer_gets_a_sentence(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
     preset_config("tiny").save_pretrained(model)
     rows.write_text(json.dumps({"text": "one two three"}) + "\n")
-    result = run(tmp_path / "out", model=model, dataset=rows)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
     sentence = f"There is no tokenizer in {model}; give the folder or name of one as --tokenizer."
-    assert result.stderr.strip().splitlines()[-1] == f"error: {sentence}"
+    assert refused(tmp_path / "out", capsys, model=model, dataset=rows) == f"error: {sentence}"
     # Negative control: with one in its place it is read.
     train_byte_level_bpe(["one two three"] * 9, vocab_size=300).save_pretrained(model)
     found = load_recipe("recipe_parts").load_tokenizer(str(model))

@@ -47,7 +47,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     count = sum("tests/gpu/" in report.nodeid for report in skipped)
     if count:
-        terminalreporter.write_line(f"Skipped {count} gpu test{'s' * (count != 1)}: they need a CUDA device.")
+        why = "more GPUs or other kernels than this machine has" if _has_gpu() else "a CUDA device"
+        terminalreporter.write_line(f"Skipped {count} gpu test{'s' * (count != 1)}: they need {why}.")
 
 
 class SharedData:

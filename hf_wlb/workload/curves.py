@@ -115,8 +115,9 @@ class AttentionCurve:
             np.broadcast_arrays(lines[:, None], lines[:, None] * steps),
             np.broadcast_arrays(q_lens[:, None], keys * (q_lens[:, None] + 1) / 2 + (q_lens[:, None] - 1) / 2),
         ]
-        if window is not None:
-            reached = np.minimum(np.concatenate([q_lens, np.maximum(window / steps, 1.0)]), window)
+        if window is not None:  # lies across cells, on whose corners steps may be: half-way between them as well
+            steps = np.concatenate([steps, np.sqrt(steps[1:] * steps[:-1])])
+            reached = np.minimum(np.concatenate([q_lens, steps, np.maximum(window / steps, 1.0)]), window)
             points.append((reached, np.full_like(reached, window)))
         q_len, kv_len = (np.concatenate([part.ravel() for part in column]) for column in zip(*points, strict=True))
         return q_len, kv_len
@@ -139,7 +140,7 @@ class SegmentTable:
 
     Args:
         seconds: The function, for arrays of lengths as float64.
-        longest: Length up to which the grid reaches; beyond it goes on as it ends.
+        longest: Length up to which the grid reaches; beyond it the function is called itself.
         kinks: Given the grid's q_len (and kv_len / q_len), points of (q_len, kv_len) on the lines along which the
             function bends; ``None`` if it does not.
 
@@ -161,22 +162,27 @@ class SegmentTable:
         longest: int,
         kinks: Callable[[FloatArray], tuple[FloatArray, FloatArray]] | None = None,
     ) -> None:
-        self._seconds = seconds
+        self._seconds, self._longest = seconds, longest
         self._last = int(np.ceil(np.log2(longest) * self._PER_OCTAVE)) - 1
         steps = np.exp2(np.arange(self._last + 2) / self._PER_OCTAVE)
         q, kv = np.broadcast_arrays(steps[:, None], steps[:, None] * steps[None, :])
-        self._log_rate = np.log(seconds(q, kv) / _chunk_pairs(q, kv))
+        with np.errstate(all="ignore"):
+            self._log_rate = np.log(seconds(q, kv) / _chunk_pairs(q, kv))
         self.too_steep = False
         """Whether the function bends too much for the grid, and is called itself."""
         if kinks is not None:
             q, kv = kinks(steps)
-            error = np.abs(np.log(self(q, kv) / seconds(q, kv))).max()
+            with np.errstate(all="ignore"):
+                error = np.abs(np.log(self._read(q, kv) / seconds(q, kv))).max()
             self.too_steep = not error <= self._MOST_ERROR  # so that an error which is no number is too much
 
     def __call__(self, q_len: NDArray[Any], kv_len: NDArray[Any]) -> FloatArray:
         """Seconds of segments; no queries take no time."""
-        if self.too_steep:
+        if self.too_steep or np.max(kv_len, initial=0) > self._longest:
             return self._seconds(np.asarray(q_len, dtype=np.float64), np.asarray(kv_len, dtype=np.float64))
+        return self._read(q_len, kv_len)
+
+    def _read(self, q_len: NDArray[Any], kv_len: NDArray[Any]) -> FloatArray:
         queries, keys = np.maximum(q_len, 1), np.maximum(kv_len, 1)
         log_q = np.log2(queries)
         row, down = self._place(log_q)

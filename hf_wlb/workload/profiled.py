@@ -258,7 +258,7 @@ def _kinks(curve: AttentionCurve, layers: _Layers, steps: FloatArray) -> tuple[F
 
 @lru_cache(maxsize=8)
 def _segment_table(samples: _Samples, layers: _Layers, forwards: int) -> SegmentTable:
-    """Made in a third of a second, and kept for other models of the same profile: 4 MB each."""
+    """Made in a third of a second for a usual profile, and kept for other models of the same one: 4 MB each."""
     curve = _attention_curve(samples, forwards)
     return SegmentTable(partial(_of_all_layers, curve, layers), _LONGEST_IN_TABLE, partial(_kinks, curve, layers))
 

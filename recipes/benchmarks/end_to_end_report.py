@@ -326,8 +326,9 @@ def paper_lines(
         how: What is said of the speed-ups in it, such as ", composed".
     """
     parts, contexts = _part_rows(launches, figures), _context_rows(launches, figures)
+    said = [_PAPER_PARTS_SAID, ""] if any(map(_as_the_paper_s, launches.values())) else []
     tables = (
-        (f"| {label} | part | speed-up{how} | paper, Fig. 13 |", parts, [_PAPER_PARTS_SAID, ""] if parts else []),
+        (f"| {label} | part | speed-up{how} | paper, Fig. 13 |", parts, said),
         (f"| context | {label} | WLB over Plain-4D{how} | paper, Fig. 14 |", contexts, []),
     )
     return [line for head, rows, said in tables if rows for line in (head, "|---|---|---|---|", *rows, "", *said)]
@@ -340,10 +341,17 @@ def _part_rows(launches: Mapping[str, Launch], figures: Mapping[str, Mapping[str
         own, same = figures[label], launch.about["same_as"]
         run = {name: same.get(name, name) for name in (*PAPER_PARTS, WLB) if same.get(name, name) in own}
         if BASELINE in own and set(run.values()) - {BASELINE, WLB}:
+            paper = PAPER_PARTS if _as_the_paper_s(launch) else {}
             for name, measured in run.items():
                 speedup = _with_interval(own[measured], "speedup", 3)
-                rows.append(f"| {label} | {name} | {speedup} | {PAPER_PARTS.get(name, '-')} |")
+                rows.append(f"| {label} | {name} | {speedup} | {paper.get(name, '-')} |")
     return rows
+
+
+def _as_the_paper_s(launch: Launch) -> bool:
+    """Whether it is of the model and context of the paper's Fig. 13."""
+    settings = launch.about["settings"]
+    return bool(settings["model"] == "7B" and settings["context_length"] == 128 * K)
 
 
 def _context_rows(launches: Mapping[str, Launch], figures: Mapping[str, Mapping[str, Any]]) -> list[str]:

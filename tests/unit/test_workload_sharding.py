@@ -193,8 +193,9 @@ def at_samples(profile):
         ([(300, 300, 2.0), (300, 301, 65.0)], None, (300, 301)),
         ([(100, 100, 2.0), (101, 101, 65.0)], None, (101, 101)),
         ([(1, 1, 1.0), (99, 200, 1e4), (100, 100, 5e3), (100, 201, 1e6)], None, (100, 201)),
+        ([(1, 1, 1.0), (1, 8, 1775.0)], 257, (254, 257)),
     ],
-    ids=["keys", "window", "long", "documents", "queries"],
+    ids=["keys", "window", "long", "documents", "queries", "window on the grid"],
 )
 def test_steep_samples_are_not_read_off_the_grid(samples, window, row) -> None:
     curve = AttentionCurve(*zip(*samples, strict=True))
@@ -203,6 +204,22 @@ def test_steep_samples_are_not_read_off_the_grid(samples, window, row) -> None:
     assert table.too_steep and table(*np.array(row)) == pytest.approx(exact)
     # Negative control: the grid alone would be off by more than it may.
     assert not grid.too_steep and grid(*np.array(row)) != pytest.approx(exact, rel=0.03)
+
+
+def test_lengths_beyond_the_grid_are_not_read_off_it() -> None:
+    curve = AttentionCurve([256, 2048], [256, 2048], [1.0, 200.0])  # bends after its last sample, behind the grid
+    table, _ = tables(curve, None)
+    far = np.array([2**20])
+    assert not table.too_steep and table(far, far) == pytest.approx(curve.seconds(1.0 * far, 1.0 * far))
+    # Negative control: the grid goes on as it ends.
+    assert table._read(far, far) != pytest.approx(curve.seconds(1.0 * far, 1.0 * far), rel=0.03)
+
+
+@pytest.mark.filterwarnings("error")
+def test_times_of_any_size_are_priced_without_a_warning() -> None:
+    for seconds in (1e-320, 1e300):
+        table, _ = tables(AttentionCurve([2, 2], [2, 3], [seconds, seconds]), None)
+        assert float(table(np.array([2]), np.array([3]))[0]) == pytest.approx(seconds, rel=1e-2)
 
 
 @pytest.mark.parametrize("window", [None, 5, 90])

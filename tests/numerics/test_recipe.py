@@ -56,7 +56,7 @@ def run(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def refused(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
+def refusal(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
     """The last line of what a run says that ends before it trains; here and not in a process of its own."""
     recipe = load_recipe("llama_long_context")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
@@ -201,8 +201,8 @@ def test_wrong_input_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"body": "a"}\n')
     absent = tmp_path / "absent.jsonl"
-    assert "There is no file or folder" in refused(tmp_path / "out", capsys, dataset=absent)
-    assert "body" in refused(tmp_path / "out", capsys, dataset=rows)
+    assert "There is no file or folder" in refusal(tmp_path / "out", capsys, dataset=absent)
+    assert "body" in refusal(tmp_path / "out", capsys, dataset=rows)
 
 
 def test_a_model_without_a_tokenizer_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +210,7 @@ def test_a_model_without_a_tokenizer_gets_a_sentence(tmp_path: Path, capsys: pyt
     preset_config("tiny").save_pretrained(model)
     rows.write_text(json.dumps({"text": "one two three"}) + "\n")
     sentence = f"There is no tokenizer in {model}; give the folder or name of one as --tokenizer."
-    assert refused(tmp_path / "out", capsys, model=model, dataset=rows) == f"error: {sentence}"
+    assert refusal(tmp_path / "out", capsys, model=model, dataset=rows) == f"error: {sentence}"
     # Negative control: with one in its place it is read.
     train_byte_level_bpe(["one two three"] * 9, vocab_size=300).save_pretrained(model)
     found = load_recipe("recipe_parts").load_tokenizer(str(model))

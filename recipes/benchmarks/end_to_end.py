@@ -95,6 +95,7 @@ class Job:
         seconds: No round begins that would end after so many.
         variants: Only these; none for all.
         use_cpu: On the CPU.
+        processes: One a GPU.
     """
 
     settings: Settings
@@ -110,6 +111,16 @@ class Job:
     seconds: float = 480.0
     variants: Sequence[str] = ()
     use_cpu: bool = False
+    processes: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas.
+
+        Raises:
+            ValueError: If the processes do not make whole ones.
+        """
+        return self.settings.replicas(self.processes)
 
     def save(self, file: Path) -> None:
         """Writes it for the processes."""
@@ -143,6 +154,8 @@ def job_of(options: argparse.Namespace, folder: Path) -> Job:
     """
     settings = settings_of(options)
     chosen_variants(settings.cp_size, options.only)
+    processes = options.processes or (2 if options.quick else 4)
+    replicas = settings.replicas(processes)
     output = options.output or (folder / "results.jsonl" if options.quick else RESULTS)
     output.parent.mkdir(parents=True, exist_ok=True)
     before = output.read_text(encoding="utf-8") if output.is_file() else ""
@@ -162,21 +175,21 @@ def job_of(options: argparse.Namespace, folder: Path) -> Job:
         output=str(output.resolve()),
         launch=datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f"),
         about={**about, "commit": options.commit or about["commit"]},
-        first_round=show.rounds_done(show.read_launches(before), asdict(settings)),
+        first_round=show.rounds_done(show.read_launches(before), asdict(settings), replicas),
         rounds=options.rounds,
         warmups=options.warmups,
         seconds=options.seconds,
         variants=options.only,
         use_cpu=options.use_cpu,
+        processes=processes,
     )
 
 
-def launch(job: Job, processes: int, folder: Path) -> int:
+def launch(job: Job, folder: Path) -> int:
     """Runs the job in processes of its own; returns their exit status."""
-    job.settings.replicas(processes)
     file = folder / "job.json"
     job.save(file)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(job.processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}
     return subprocess.run([*command, str(RUN), str(file)], env=environment, check=False).returncode
 
@@ -209,7 +222,7 @@ def main(given: Sequence[str] | None = None) -> int:
             return 0
         with tempfile.TemporaryDirectory(prefix="hf_wlb_end_to_end_") as temporary:
             job = job_of(options, Path(temporary))
-            status = launch(job, options.processes or (2 if options.quick else 4), Path(temporary))
+            status = launch(job, Path(temporary))
             if status == 0 or Path(job.output).is_file():
                 print_results(Path(job.output), options.pictures)
     except (ValueError, OSError) as error:

@@ -86,13 +86,18 @@ class Settings:
         """Most tokens of a micro-batch."""
         return int(self.context_length * self.s_max_factor)
 
+    @property
+    def replica_size(self) -> int:
+        """Processes of one replica."""
+        return self.pp_size * self.cp_size * self.tp_size
+
     def replicas(self, processes: int) -> int:
         """Data-parallel replicas.
 
         Raises:
             ValueError: If the processes do not make whole ones.
         """
-        size = self.pp_size * self.cp_size * self.tp_size
+        size = self.replica_size
         if processes % size:
             raise ValueError(
                 f"{processes} processes are no multiple of pp_size x cp_size x tp_size = {size}: change --processes or "

@@ -82,14 +82,19 @@ class Launch:
 
     @property
     def label(self) -> str:
-        """What was run, such as ``pp2cp2_128k_fa4``; with another number of micro-batches than 8 that, too."""
+        """What was run, such as ``pp2dp2cp2_128k_fa4``; with another number of micro-batches than 8 that, too."""
         settings = self.about["settings"]
-        sizes = "".join(
-            f"{axis}{settings[f'{axis}_size']}" for axis in ("pp", "cp", "tp") if settings[f"{axis}_size"] > 1
-        )
+        axes = {"pp": settings["pp_size"], "dp": self.about["replicas"]}
+        axes |= {"cp": settings["cp_size"], "tp": settings["tp_size"]}
+        sizes = "".join(f"{axis}{size}" for axis, size in axes.items() if size > 1)
         kernel = KERNELS.get(self.about["kernel"], self.about["kernel"])
         more = "" if settings["micro_batches"] == USUAL_MICRO_BATCHES else f"_m{settings['micro_batches']}"
         return f"{sizes or 'dp'}_{settings['context_length'] / K:g}k_{kernel}{more}"
+
+
+def on_each_replica(about: Mapping[str, Any]) -> str:
+    """What a sentence on a launch's micro-batches goes on with, if it has several replicas."""
+    return f" on each of {about['replicas']} replicas" if about["replicas"] > 1 else ""
 
 
 def read_launches(text: str) -> list[Launch]:
@@ -101,12 +106,12 @@ def read_launches(text: str) -> list[Launch]:
     return [Launch(about, rounds) for about, rounds in read_rounds(text)]
 
 
-def rounds_done(launches: Iterable[Launch], settings: Mapping[str, Any]) -> int:
-    """The first round that no launch with these settings has completed."""
+def rounds_done(launches: Iterable[Launch], settings: Mapping[str, Any], replicas: int) -> int:
+    """The first round that no launch with these settings, on so many replicas, has completed."""
     done = [
         int(next(iter(steps.values()))["round"]) + 1
         for launch in launches
-        if launch.about["settings"] == settings
+        if launch.about["settings"] == settings and launch.about["replicas"] == replicas
         for steps in launch.rounds
     ]
     return max(done, default=0)
@@ -382,9 +387,9 @@ def results_tables(launches: Sequence[Launch]) -> str:
             *launch_lines(label, figures[label], about["same_as"]),
             "",
             f"A {settings['model']} Llama of {settings['layers'] or 'all its'} layers, {settings['micro_batches']} "
-            f"micro-batches of {settings['context_length']:,} tokens a step, {about['devices']} x {about['device']}, "
-            f"lengths `{settings['lengths']}`. {versions}; {about.get('date', '')}, commit {about.get('commit', '')}; "
-            f"`{about.get('command', '')}`.",
+            f"micro-batches of {settings['context_length']:,} tokens a step{on_each_replica(about)}, "
+            f"{about['devices']} x {about['device']}, lengths `{settings['lengths']}`. "
+            f"{versions}; {about.get('date', '')}, commit {about.get('commit', '')}; `{about.get('command', '')}`.",
             "",
         ]
     return "\n".join([*lines, *paper_lines(best, figures)]).rstrip("\n")

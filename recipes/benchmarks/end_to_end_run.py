@@ -321,7 +321,7 @@ def main() -> None:
     variants, same = chosen_variants(settings.cp_size, job.variants)
     args, config = arguments(job, 1), model_config(settings)
     workload: WorkloadModel = args.workload_model(config)
-    replicas = settings.replicas(args.world_size)
+    replicas = job.replicas
     given = documents(load_lengths(job.lengths), settings, replicas)
     found = streams(variants, given, settings, replicas, workload)
     order = turns(found, job.first_round, job.rounds, job.warmups, settings.seed)

@@ -3,6 +3,7 @@
     python recipes/benchmarks/stage_times.py --lengths FILE                        # PP4; 128K and 64K, two kernels
     python recipes/benchmarks/stage_times.py --lengths FILE --configurations pp4_32k_fa2 pp4_96k_fa2 pp4_160k_fa2
     python recipes/benchmarks/stage_times.py --lengths FILE --configurations pp2cp2_128k_fa2 pp2cp2_128k_fa4
+    python recipes/benchmarks/stage_times.py --lengths FILE --configurations pp4cp2_128k_fa4 pp2dp2cp2_128k_fa4
     python recipes/benchmarks/stage_times.py --quick --use-cpu                     # tiny
     python recipes/benchmarks/stage_times.py --show                                # tables of the results
     python recipes/benchmarks/stage_times.py --write-readme                        # renews docs/results.md
@@ -16,6 +17,10 @@ Where ranks share micro-batches (``cp_size``), every rank's shard is run on the 
 the plan that the trainer would make. The exchange of keys and values between ranks is not measured: a stand-in takes
 its place (``stage_times_exchange.py``), and what a layer waits for it is added as the simulator prices it
 (``stage_times_compose.py``). If the profile does not say what an exchange takes, shards are planned with that price.
+
+Replicas (``dp`` in a configuration's name) share a step's documents, and all of theirs are run, one replica after the
+other. A step takes as long as its slowest replica's; reducing gradients, which is the same for all variants, is not in
+it.
 
 All configurations take turns in one process, round by round. A line of JSON is written after every step; a launch that
 is started again with the same settings and ``--output`` goes on with other steps of the sample. The last line printed
@@ -45,7 +50,8 @@ from readme_table import RESULTS_PAGE
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "stage_times.jsonl"
 
-#: What is run, by name: settings of the end-to-end benchmark that differ from its defaults.
+#: What is run, by name: settings of the end-to-end benchmark that differ from its defaults. ``processes`` are how many
+#: the composed step would have; without them it has one replica.
 CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp4_128k_fa2": {"context_length": 128 * K, "kernel": "flash-attn-2"},
     "pp4_128k_fa4": {"context_length": 128 * K, "kernel": "flash-attn-4"},
@@ -58,10 +64,23 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp4_160k_fa2": {"context_length": 160 * K, "kernel": "flash-attn-2"},
     "pp2cp2_128k_fa2": {"context_length": 128 * K, "kernel": "flash-attn-2", "pp_size": 2, "cp_size": 2},
     "pp2cp2_128k_fa4": {"context_length": 128 * K, "kernel": "flash-attn-4", "pp_size": 2, "cp_size": 2},
+    "pp4cp2_128k_fa4": {"context_length": 128 * K, "kernel": "flash-attn-4", "cp_size": 2},
+    "pp4cp2_64k_fa4": {"context_length": 64 * K, "kernel": "flash-attn-4", "cp_size": 2},
+    "pp2dp2cp2_128k_fa4": {
+        **{"context_length": 128 * K, "kernel": "flash-attn-4", "pp_size": 2, "cp_size": 2, "processes": 8},
+    },
+    "pp2dp2cp2_64k_fa4": {
+        **{"context_length": 64 * K, "kernel": "flash-attn-4", "pp_size": 2, "cp_size": 2, "processes": 8},
+    },
 }
 DEFAULT = ("pp4_128k_fa2", "pp4_128k_fa4", "pp4_64k_fa2", "pp4_64k_fa4")
 #: The same for ``--quick``, whose other settings are the end-to-end benchmark's quick ones.
-QUICK: Mapping[str, Mapping[str, Any]] = {"quick": {}, "quick_m8": {"micro_batches": 8}, "quick_cp2": {"cp_size": 2}}
+QUICK: Mapping[str, Mapping[str, Any]] = {
+    "quick": {},
+    "quick_m8": {"micro_batches": 8},
+    "quick_cp2": {"cp_size": 2},
+    "quick_dp2cp2": {"cp_size": 2, "processes": 8},
+}
 _FIXED = ("context_length", "kernel", "micro_batches")  # by the configuration; so may be others, such as pp_size
 
 
@@ -152,7 +171,7 @@ def check_split(settings: Settings) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
         raise ValueError(
-            f"{processes} processes were started, but one replica is measured on one GPU: start it with python alone."
+            f"{processes} processes were started, but all is measured on one GPU: start it with python alone."
         )
 
 
@@ -190,6 +209,8 @@ def jobs_of(options: argparse.Namespace, folder: Path) -> list[Job]:
     for name, given in chosen_configurations(options).items():
         own = {**settings_given(options, name, given), "output": output}
         own["profile"] = profiles.get(str(own["kernel"]))
+        if "processes" not in given:
+            own["processes"] = end_to_end.settings_of(argparse.Namespace(**own)).replica_size
         job = end_to_end.job_of(argparse.Namespace(**own), folder)
         check_split(job.settings)
         jobs.append(replace(job, launch=f"{job.launch}-{name}", about={**job.about, "command": command}))

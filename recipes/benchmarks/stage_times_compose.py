@@ -60,8 +60,12 @@ def compose(about: Row, step: Row) -> Timeline:
     >>> compose(about, {"times": times, "micro_batch_lengths": [[[5], [3, 2]]]}).seconds
     14.0
     """
-    replicas = range(len(step["micro_batch_lengths"]))
-    return max((_replica(about, step, replica) for replica in replicas), key=lambda timeline: timeline.seconds)
+    return max(compose_replicas(about, step), key=lambda timeline: timeline.seconds)
+
+
+def compose_replicas(about: Row, step: Row) -> list[Timeline]:
+    """A step on all stages of every replica, see ``compose``."""
+    return [_replica(about, step, replica) for replica in range(len(step["micro_batch_lengths"]))]
 
 
 def _replica(about: Row, step: Row, replica: int) -> Timeline:

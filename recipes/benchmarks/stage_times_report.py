@@ -13,11 +13,20 @@ from typing import Any
 
 import numpy as np
 from end_to_end_cases import VARIANTS, WLB
-from end_to_end_report import COMPARED, Launch, _with_interval, best_launches, paper_lines, rounds_text, variant_row
+from end_to_end_report import (
+    COMPARED,
+    Launch,
+    _with_interval,
+    best_launches,
+    on_each_replica,
+    paper_lines,
+    rounds_text,
+    variant_row,
+)
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from readme_table import between_marks, marks
-from stage_times_compose import PARTS, compose, part_seconds
+from stage_times_compose import PARTS, compose_replicas, part_seconds
 
 from hf_wlb.analysis.simulation import committed_profile
 from hf_wlb.plots.style import GREY, INK, quiet, save
@@ -36,11 +45,12 @@ COLUMNS = {
     "micro-batches rank by rank, as each computed its shard on the one GPU with a stand-in for the exchange",
     "shards": "where ranks share micro-batches, their plans, replica by replica: every document's rank (-1 if it is "
     "cut), and the edges of the cut ones' chunks",
-    "seconds": "of the step put together by 1F1B, from the first forward to the last backward; no optimizer",
+    "seconds": "of the step put together by 1F1B, from the first forward to the slowest replica's last backward; no "
+    "reduction of gradients, no optimizer",
     "handover": "of a launch: whose NVLink, and the bytes of a token's hidden states",
     "exchange": "of a launch: by which preset the exchange of keys and values is priced; of a composed step: its share "
     "of the work of all micro-batches",
-    "devices": "of a launch: that measured; the composed step has pp_size x cp_size",
+    "devices": "of a launch: that measured; the composed step has pp_size x cp_size on each of its replicas",
     "peak_gib": "of the one GPU, which holds no stage but one layer, embedding and head",
     "queue_seconds": "the host's, to queue all layers of the step; wall_seconds: of the whole measurement",
 }
@@ -48,9 +58,9 @@ COLUMNS = {
 _WHAT = (
     "Measured on one GPU: one decoder layer (times the layers of a stage), embedding, and head with loss, forward "
     "and backward, of every micro-batch of the sampled steps. Put together by 1F1B, not measured: sends (the "
-    "simulator's NVLink, without what they take from computing), the clocks of {gpus} GPUs at work, and the "
-    "optimizer, which is left out for all variants alike. Whole steps on four GPUs are a separate benchmark, "
-    "`end_to_end.py`.\n\n"
+    "simulator's NVLink, without what they take from computing), the clocks of {gpus} GPUs at work, and the reduction "
+    "of gradients and the optimizer, which are left out for all variants alike. Whole steps on as many GPUs are a "
+    "separate benchmark, `end_to_end.py`.\n\n"
     "Every variant's steps are a sample of its own stream over the same documents, and hold other documents than "
     "another variant's. So the speed of the whole stream is that of the sample, corrected by what the cost model "
     "that steps were planned by says of the sample and of the stream: speed-ups are those of whole streams, and "
@@ -98,20 +108,20 @@ def _composed(about: Row, rounds: Sequence[Mapping[str, Row]]) -> Launch:
         )
     found = [{variant: {**step, **_whole(about, step)} for variant, step in steps.items()} for steps in rounds]
     measured = {"device": about["device"], "devices": about["devices"]}
-    devices = len(about["stage_layers"]) * about["settings"]["cp_size"]
+    devices = len(about["stage_layers"]) * about["settings"]["cp_size"] * about["replicas"]
     return Launch({**about, "devices": devices, "measured_on": measured}, found)
 
 
 def _whole(about: Row, step: Row) -> dict[str, Any]:
     """What the end-to-end benchmark would have measured of the step."""
-    timeline = compose(about, step)
-    spans = np.stack([timeline.begins, timeline.ends], axis=2).reshape(timeline.pp_size, -1)
-    work = (timeline.ends - timeline.begins).sum(axis=1)
+    replicas = compose_replicas(about, step)
+    seconds = max(replica.seconds for replica in replicas)
+    begins, ends = (np.concatenate([getattr(own, name) for own in replicas]) for name in ("begins", "ends"))
     micro_batches = _micro_batches(about, step)
     found = {
-        "seconds": timeline.seconds,
-        "spans": spans.tolist(),
-        "bubble": 1 - float(work.sum()) / (timeline.pp_size * timeline.seconds),
+        "seconds": seconds,
+        "spans": np.stack([begins, ends], axis=2).reshape(len(begins), -1).tolist(),
+        "bubble": 1 - float((ends - begins).sum()) / (len(begins) * seconds),
         "slowest": float(micro_batches.max() / micro_batches.mean()),
     }
     if "shards" in step:
@@ -275,8 +285,8 @@ def configuration_lines(label: str, launch: Launch, rows: Mapping[str, Row]) -> 
         "",
         f"A {settings['model']} Llama of {settings['layers'] or 'all its'} layers on stages of "
         f"{', '.join(map(str, about['stage_layers']))}, {settings['micro_batches']} micro-batches of "
-        f"{settings['context_length']:,} tokens a step{shared}, measured on {about['measured_on']['devices']} x "
-        f"{about['device']}, lengths `{settings['lengths']}`. "
+        f"{settings['context_length']:,} tokens a step{on_each_replica(about)}{shared}, measured on "
+        f"{about['measured_on']['devices']} x {about['device']}, lengths `{settings['lengths']}`. "
         f"{said} {versions}; {about.get('date', '')}, commit "
         f"{about.get('commit', '')}; `{about.get('command', '')}`.",
     ]

@@ -268,6 +268,12 @@ def planned_shards(replica: Sequence[Sequence[int]], sharder: Sharder | None) ->
     return [plan_row(plan) for plan in plans], seconds
 
 
+def _rounded(seconds: Sequence[Sequence[float]], sharder: Sharder | None) -> list[Any]:
+    """For the results: of every rank for every micro-batch, or of every micro-batch where one rank has them."""
+    rows: list[Any] = np.round(seconds, 7).tolist()
+    return rows if sharder is not None else rows[0]
+
+
 class Configuration:
     """A configuration's planned steps, and how they are measured and written down.
 
@@ -296,7 +302,8 @@ class Configuration:
         cluster = exchange_cluster(exchange_row(", ".join(kernels))["cluster"], device_name(args.device))
         workload = with_exchange(args.workload_model(config), settings.cp_size, cluster)
         self._sharders = sharders_of(settings, variants, workload)
-        found = streams(variants, documents(load_lengths(job.lengths), settings, 1), settings, 1, workload)
+        given = documents(load_lengths(job.lengths), settings, job.replicas)
+        found = streams(variants, given, settings, job.replicas, workload)
         self.turns: dict[int, list[Turn]] = {}
         for turn in turns(found, job.first_round, job.rounds, job.warmups, settings.seed):
             self.turns.setdefault(turn.round, []).append(turn)
@@ -313,15 +320,15 @@ class Configuration:
         same: Mapping[str, str],
     ) -> Row:
         """As the end-to-end benchmark writes it of a trainer; what is composed is said to be."""
-        stages = self._job.settings.pp_size
-        mesh = SimpleNamespace(pp_rank=0, pp_size=stages, dp_size=1)
+        stages, replicas = self._job.settings.pp_size, self._job.replicas
+        mesh = SimpleNamespace(pp_rank=0, pp_size=stages, dp_size=replicas)
         trainer: Any = SimpleNamespace(
             args=args, mesh=mesh, attention_kernels=kernels, stage_layout=self._layout, model=None
         )
         return {
             **launch_line(self._job, trainer, workload, found, same),
             "composed": True,
-            "stage_of_rank": list(range(stages)),
+            "stage_of_rank": list(range(stages)) * replicas,  # one rank a stage: the slowest of those that share it
             "handover": {"cluster": CLUSTER, "bytes_per_token": self._parts.hidden_bytes},
             **({"exchange": exchange_row(", ".join(kernels))} if self._sharders else {}),
         }
@@ -352,12 +359,11 @@ class Configuration:
     def _run(self, turn: Turn) -> None:
         begun = time.perf_counter()
         plan = turn.step.plan
-        replica = [lengths_of(micro_batch) for micro_batch in plan.replicas[0]]
+        replicas = [[lengths_of(micro_batch) for micro_batch in replica] for replica in plan.replicas]
         sharder = self._sharders.get(turn.variant)
-        shards, shard_seconds = planned_shards(replica, sharder)
-        measured = self._parts.step(replica, self._context, sharder)
-        rounded = {name: np.round(own, 7).tolist() for name, own in measured.times.items()}
-        times = {name: own if sharder is None else [own] for name, own in rounded.items()}  # [replica][micro-batch]
+        planned = [planned_shards(replica, sharder) for replica in replicas]
+        measured = [self._parts.step(replica, self._context, sharder) for replica in replicas]
+        times = {name: [_rounded(own.times[name], sharder) for own in measured] for name in PARTS}
         lengths = [document.length for document in plan.documents]
         row = {
             "kind": "step",
@@ -371,14 +377,14 @@ class Configuration:
             "documents": len(lengths),
             "longest": max(lengths),
             "flops": self._flops.documents(lengths),
-            "micro_batch_lengths": [replica],
+            "micro_batch_lengths": replicas,
             "times": times,
-            **({"shards": [shards]} if shards else {}),
+            **({"shards": [shards for shards, _ in planned]} if sharder is not None else {}),
             "plan_seconds": turn.step.plan_seconds,
-            "shard_seconds": shard_seconds,
-            "peak_gib": [round(measured.peak_gib, 3)],
-            "queue_seconds": round(measured.queue_seconds, 5),
-            "loss": round(measured.loss, 5),
+            "shard_seconds": max(seconds for _, seconds in planned),  # a rank plans those of its own replica
+            "peak_gib": [round(max(own.peak_gib for own in measured), 3)],
+            "queue_seconds": round(sum(own.queue_seconds for own in measured), 5),
+            "loss": round(float(np.mean([own.loss for own in measured])), 5),
         }
         seconds = compose(self._about, row).seconds
         wall = time.perf_counter() - begun

@@ -24,8 +24,11 @@ from hf_wlb.workload import load_workload
 from tests.support.source_tree import REPOSITORY
 
 FOLDER = REPOSITORY / "recipes" / "benchmarks"
-LABELS = ("pp2_0.5k_reference_m4", "pp2_0.5k_reference", "pp2cp2_0.5k_reference_m4")
-NAMES = ("quick", "quick_m8", "quick_cp2")
+LABELS = (
+    *("pp2_0.5k_reference_m4", "pp2_0.5k_reference", "pp2cp2_0.5k_reference_m4"),
+    "pp2dp2cp2_0.5k_reference_m4",
+)
+NAMES = ("quick", "quick_m8", "quick_cp2", "quick_dp2cp2")
 
 
 def benchmark(output, *words):
@@ -55,9 +58,9 @@ def rows(launched):
 def test_configurations_take_turns_and_launches_go_on(rows) -> None:
     launches = {row["launch"]: row["first_round"] for row in rows if row["kind"] == "launch"}
     assert [name.split("-", 1)[1] for name in launches] == [*NAMES] * 2
-    assert list(launches.values()) == [0] * 3 + [1] * 3
+    assert list(launches.values()) == [0] * 4 + [1] * 4
     steps = [row for row in rows if row["kind"] == "step"]
-    assert Counter(row["variant"] for row in steps if row["round"] >= 0) == {"plain-4d": 9, "wlb": 9}
+    assert Counter(row["variant"] for row in steps if row["round"] >= 0) == {"plain-4d": 12, "wlb": 12}
     second = [row for row in steps if launches[row["launch"]] == 1]
     assert [row["launch"].split("-", 1)[1] for row in second if row["round"] < 0] == [*NAMES]
     turns = [(row["round"], row["launch"].split("-", 1)[1]) for row in second if row["round"] >= 0]
@@ -68,15 +71,18 @@ def test_configurations_take_turns_and_launches_go_on(rows) -> None:
 def test_every_micro_batch_has_its_times(rows) -> None:
     entropy = math.log(MODEL_PRESETS["tiny"].vocab_size)
     for row in (row for row in rows if row["kind"] == "step"):
-        (replica,) = row["micro_batch_lengths"]
-        assert sum(map(sum, replica)) == row["tokens"] and row["composed"] is True
+        replicas = row["micro_batch_lengths"]
+        assert len(replicas) == (2 if row["launch"].endswith("dp2cp2") else 1) and row["composed"] is True
+        assert sum(sum(map(sum, replica)) for replica in replicas) == row["tokens"]
         assert len(row["times"]) == 6
         shared = row["launch"].endswith("cp2")
-        for (seconds,) in row["times"].values():
-            assert np.shape(seconds) == ((2, len(replica)) if shared else (len(replica),)) and np.min(seconds) > 0
+        for times in row["times"].values():
+            for replica, seconds in zip(replicas, times, strict=True):
+                assert np.shape(seconds) == ((2, len(replica)) if shared else (len(replica),)) and np.min(seconds) > 0
         assert row["loss"] == pytest.approx(entropy, rel=0.1)  # of random tokens and random weights
-        layers = [np.array(row["times"][f"layer_{way}"][0]) for way in ("forward", "backward")]
-        assert sum((own.max(axis=0) if shared else own).sum() for own in layers) < row["seconds"]
+        for place in range(len(replicas)):
+            layers = [np.array(row["times"][f"layer_{way}"][place]) for way in ("forward", "backward")]
+            assert sum((own.max(axis=0) if shared else own).sum() for own in layers) < row["seconds"]
         assert ("shards" in row) == (row["shard_seconds"] > 0) == shared
     about = [row for row in rows if row["kind"] == "launch"]
     assert all(row["composed"] and row["stage_layers"] == [1, 1] and row["devices"] == 1 for row in about)
@@ -86,12 +92,17 @@ def test_every_micro_batch_has_its_times(rows) -> None:
 def test_plans_of_shards_are_those_that_the_trainer_would_make(rows) -> None:
     abouts = {row["launch"]: row for row in rows if row["kind"] == "launch" and row["launch"].endswith("cp2")}
     steps = [row for row in rows if row["kind"] == "step" and row["launch"] in abouts and row["round"] >= 0]
-    assert len(steps) == 6 and {row["variant"] for row in steps} == {"plain-4d", "wlb"}
+    assert len(steps) == 12 and {row["variant"] for row in steps} == {"plain-4d", "wlb"}
     for row in steps:
         about, others = abouts[row["launch"]], set()
         workload = load_workload(about["workload"])
         sharders = {name: sharder_of(name, 2, workload) for name in ("per_sequence", "per_document", "adaptive")}
-        for lengths, kept in zip(row["micro_batch_lengths"][0], row["shards"][0], strict=True):
+        pairs = [
+            (lengths, kept)
+            for own in zip(row["micro_batch_lengths"], row["shards"], strict=True)
+            for lengths, kept in zip(*own, strict=True)
+        ]
+        for lengths, kept in pairs:
             made = {name: sharder.plan(lengths) for name, sharder in sharders.items()}
             plan = made[about["streams"][row["variant"]]["sharding"]]
             assert (kept["owner"], kept["edges"]) == (plan.owner.tolist(), plan.edges.tolist())
@@ -110,7 +121,8 @@ def test_the_last_line_is_the_result_and_a_picture_is_there(launched) -> None:
 
 def test_the_simulator_reads_what_is_written(launched) -> None:
     launches = read_measured(launched[1].read_text())
-    assert [launch.split.label for launch in launches] == [f"TP1 CP{cp_size} PP2 DP1" for cp_size in (1, 1, 2)] * 2
+    splits = [launch.split.label for launch in launches]
+    assert splits == [f"TP1 CP{cp_size} PP2 DP{dp_size}" for cp_size, dp_size in ((1, 1), (1, 1), (2, 1), (2, 2))] * 2
     for launch in launches:
         check = check_launch(launch, step_model(launch, CLUSTERS["h100"]))
         assert all(0 < variant.predicted < variant.measured for variant in check.variants)  # on an H100

@@ -158,6 +158,7 @@ ABOUT = {
     "launch": "a",
     "device": "GPU",
     "devices": 2,
+    "replicas": 1,
     "kernel": "flash-attn-2",
     "peak_flops": 100.0,
     "stage_of_rank": [0, 1],
@@ -246,8 +247,9 @@ def test_ratios_are_formed_within_one_launch(modules, report) -> None:
     fast = [step(name, number, 2.0, "b") for number in range(2, 5) for name in ("plain-4d", "wlb")]
     text = text_of(launch_row(modules, "a"), *slow, launch_row(modules, "b"), *fast)
     launches = report.read_launches(text)
-    assert report.rounds_done(launches, launches[0].about["settings"]) == 5
-    assert report.rounds_done(launches, {**launches[0].about["settings"], "seed": 1}) == 0
+    assert report.rounds_done(launches, launches[0].about["settings"], 1) == 5
+    assert report.rounds_done(launches, {**launches[0].about["settings"], "seed": 1}, 1) == 0
+    assert report.rounds_done(launches, launches[0].about["settings"], 2) == 0
     figures = report.summary(launches)  # of the launch with more rounds
     assert figures["pp2_128k_fa2_m2"]["wlb"]["step_seconds"] == 2.0
     assert figures["pp2_128k_fa2_m2"]["wlb"]["speedup"] == 1.5
@@ -272,6 +274,10 @@ def test_the_result_line_has_the_names_that_are_asked_for(modules, report) -> No
         about["settings"]["micro_batches"] = micro_batches
         labels.append(report.Launch(about, []).label)
     assert labels == ["pp2_128k_fa2", "pp2cp2_64k_fa4", "pp2_128k_fa2_m2"]
+    replicated = {**launch_row(modules, cp_size=2), "kernel": "flash-attn-4", "replicas": 2}
+    replicated["settings"]["micro_batches"] = 8
+    assert report.Launch(replicated, []).label == "pp2dp2cp2_128k_fa4"
+    assert report.on_each_replica(replicated) == " on each of 2 replicas" and not report.on_each_replica(about)
     row = {"speedup": 1.3, "speedup_vs_concat_cut": 1.1, "mfu": 0.4, "planning_share": 0.01, "peak_gib": 60.0}
     worse = {**row, "speedup": 1.2, "speedup_vs_concat_cut": 1.05, "mfu": 0.5}
     few = {**row, "speedup_vs_concat_cut": 0.9}
@@ -347,7 +353,7 @@ def test_a_timeline_is_drawn(modules, launched, tmp_path) -> None:
 
 def test_a_job_goes_on_where_the_last_one_ended(modules, tmp_path) -> None:
     output = tmp_path / "results.jsonl"
-    given = ["--micro_batches", "2", "--pp_size", "2", "--output", str(output)]
+    given = ["--micro_batches", "2", "--pp_size", "2", "--processes", "2", "--output", str(output)]
     options = modules.main.arguments(given)
     settings = modules.main.settings_of(options)
     about = {**launch_row(modules), "settings": modules.main.asdict(settings)}

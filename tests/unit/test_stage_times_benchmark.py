@@ -63,43 +63,46 @@ def step_row(times: dict, each: int = 100, **more) -> dict:
 # ---- composition ----
 
 
-def test_even_micro_batches_by_hand(report) -> None:
-    timeline = report.compose(about_of([1, 1, 1, 1]), step_row(times_of([1.0] * 8)))
+def test_even_micro_batches_by_hand(modules) -> None:
+    timeline = modules.compose.compose(about_of([1, 1, 1, 1]), step_row(times_of([1.0] * 8)))
     assert timeline.seconds == (8 + 3) * 3
     assert timeline.busy == pytest.approx((8 / 11,) * 4)
 
 
-def test_a_step_by_hand(report) -> None:
+def test_a_step_by_hand(modules) -> None:
     """Two stages of 2 and 1 layers: a forward of 2.1 and 1.5 s, a backward of twice as long.
 
     Stage 0: F0 0-2.1, F1 -4.2; stage 1: F0 2.1-3.6, B0 -6.6, F1 -8.1, B1 -11.1; stage 0: B0 6.6-10.8, B1 11.1-15.3.
     """
     times = times_of([1.0, 1.0], head=0.5, embedding=0.1)
-    timeline = report.compose(about_of([2, 1]), step_row(times))
+    timeline = modules.compose.compose(about_of([2, 1]), step_row(times))
     assert timeline.seconds == pytest.approx(15.3)
     assert timeline.begins[1].tolist() == pytest.approx([2.1, 3.6, 6.6, 8.1])
     assert timeline.begins[0].tolist() == pytest.approx([0, 2.1, 6.6, 11.1])
 
 
 @pytest.mark.parametrize("layer", [[1.0, 3.0, 1.0, 2.0], [0.5] * 4, [4.0, 1.0, 1.0, 1.0]])
-def test_stages_alike_are_what_the_planner_reckons_with(report, layer) -> None:
-    composed = report.compose(about_of([1] * 4), step_row(times_of(layer))).seconds
+def test_stages_alike_are_what_the_planner_reckons_with(modules, layer) -> None:
+    composed = modules.compose.compose(about_of([1] * 4), step_row(times_of(layer))).seconds
     assert composed == pytest.approx(pipeline_seconds([3 * cost for cost in layer], 4, 2.0))
 
 
-def test_the_slower_replica_counts(report) -> None:
+def test_the_slower_replica_counts(modules) -> None:
     slow, fast = times_of([2.0, 2.0]), times_of([1.0, 1.0])
     both = {name: slow[name] + fast[name] for name in slow}
     row = {**step_row(fast), "times": both, "micro_batch_lengths": [[[10], [10]]] * 2}
-    assert report.compose(about_of([1, 1]), row).seconds == report.compose(about_of([1, 1]), step_row(slow)).seconds
+    assert (
+        modules.compose.compose(about_of([1, 1]), row).seconds
+        == modules.compose.compose(about_of([1, 1]), step_row(slow)).seconds
+    )
 
 
-def test_hidden_states_are_on_their_way(modules, report) -> None:
+def test_hidden_states_are_on_their_way(modules) -> None:
     row = step_row(times_of([1.0, 1.0]), each=100_000)
     about = about_of([1, 1], bytes_per_token=16_384)
     once = modules.compose.handover_seconds(about, 100_000)
     assert 0.003 < once < 0.01  # 1.6 GB by NVLink
-    assert report.compose(about, row).seconds > report.compose(about_of([1, 1]), row).seconds
+    assert modules.compose.compose(about, row).seconds > modules.compose.compose(about_of([1, 1]), row).seconds
     nine = about_of([1] * 9, bytes_per_token=16_384)
     assert modules.compose.handover_seconds(nine, 100_000) > 3 * once  # over the network
 
@@ -150,11 +153,11 @@ def launches(modules, report):
     return report.read_launches(text_of(*lines(modules)))
 
 
-def test_a_launch_is_as_if_it_had_run_on_as_many_gpus_as_stages(report, launches) -> None:
+def test_a_launch_is_as_if_it_had_run_on_as_many_gpus_as_stages(modules, report, launches) -> None:
     (launch,) = launches
     assert launch.label == "pp4_128k_fa2" and launch.about["devices"] == 4
     rows = report.rows_of(launch)
-    whole = report.compose(launch.about, line("wlb", 0, [0.15] * 8)).seconds
+    whole = modules.compose.compose(launch.about, line("wlb", 0, [0.15] * 8)).seconds
     wlb = rows["wlb"]
     assert wlb["step_seconds"] == pytest.approx(whole, abs=1e-4)
     assert wlb["tokens_per_second_per_gpu"] == pytest.approx(800_000 / whole / 4, rel=1e-4)
@@ -162,6 +165,36 @@ def test_a_launch_is_as_if_it_had_run_on_as_many_gpus_as_stages(report, launches
     assert wlb["mfu"] == pytest.approx(1e15 / whole / 4 / 989e12, abs=1e-4)
     assert wlb["slowest"] == 1.0 and wlb["rounds"] == 3
     assert wlb["bubble"] == pytest.approx(1 - sum(wlb["busy"]) / 4, abs=1e-3)
+
+
+def test_replicas_wait_for_the_slower_one(modules, report) -> None:
+    """Two of two stages, a forward of 1 and 2 s: the slower has (2 + 1) * 6 s, in which the faster works 12 of 36."""
+    slow, fast = times_of([2.0, 2.0]), times_of([1.0, 1.0])
+    about = launch_row(modules, pp_size=2, micro_batches=2, layers=2)
+    about |= {"replicas": 2, "stage_layers": [1, 1], "stage_of_rank": [0, 1] * 2}
+    (launch,) = report.read_launches(
+        text_of(
+            about,
+            *(
+                {
+                    **line(variant, number, [1.0, 1.0]),
+                    "times": {name: fast[name] + slow[name] for name in slow},
+                    "micro_batch_lengths": [[[10], [10]]] * 2,
+                }
+                for number in range(3)
+                for variant in ("plain-4d", "wlb")
+            ),
+        )
+    )
+    assert launch.label == "pp2dp2_128k_fa2_m2" and launch.about["devices"] == 4
+    row = report.rows_of(launch)["wlb"]
+    assert row["step_seconds"] == 18 and row["tokens_per_second_per_gpu"] == pytest.approx(200_000 / 18 / 4, rel=1e-4)
+    assert row["bubble"] == pytest.approx(1 - (24 + 12) / 72, abs=1e-3)
+    assert row["busy"] == pytest.approx([(6 + 12) / 36] * 2, abs=1e-3)
+    assert row["slowest"] == pytest.approx(2 / 1.5, abs=1e-3)
+    assert "2 micro-batches of 131,072 tokens a step on each of 2 replicas, measured on 1 x" in (
+        report.configuration_tables([launch])
+    )
 
 
 def test_speed_ups_and_imbalance_by_hand(modules, report, launches) -> None:
@@ -257,7 +290,7 @@ def test_the_tables_say_what_is_measured_and_what_is_not(report, launches) -> No
     text = report.results_tables(launches)
     for words in ("Measured on one GPU: one decoder layer", "not measured: sends", "clocks of 4 GPUs", "optimizer"):
         assert words in text
-    assert "Whole steps on four GPUs are a separate benchmark" in text
+    assert "Whole steps on as many GPUs are a separate benchmark" in text
     assert "**pp4_128k_fa2**, 3 rounds, composed" in text and "measured on 1 x NVIDIA H200" in text
     assert "Predicted by `profile_7B_flash-attn-2.json`, measured in a run of its own" in text
     with pytest.MonkeyPatch.context() as patch:
@@ -292,8 +325,16 @@ def options_of(main, *words: str) -> argparse.Namespace:
 def test_configurations_are_called_by_their_labels(modules, main) -> None:
     assert set(main.DEFAULT) <= set(main.CONFIGURATIONS)
     for name, given in main.CONFIGURATIONS.items():
-        about = {"settings": asdict(modules.cases.Settings(**given)), "kernel": given["kernel"]}
+        settings = modules.cases.Settings(**{key: value for key, value in given.items() if key != "processes"})
+        replicas = settings.replicas(given.get("processes", settings.replica_size))
+        about = {"settings": asdict(settings), "kernel": settings.kernel, "replicas": replicas}
         assert modules.report.Launch(about, []).label == name
+
+
+def test_a_configuration_says_how_many_replicas_there_are(main, tmp_path) -> None:
+    names = ("pp4_128k_fa2", "pp4cp2_128k_fa4", "pp2dp2cp2_128k_fa4")
+    jobs = main.jobs_of(options_of(main, "--configurations", *names, "--output", str(tmp_path / "r.jsonl")), tmp_path)
+    assert [job.replicas for job in jobs] == [1, 1, 2] and [job.processes for job in jobs] == [4, 8, 8]
 
 
 def test_jobs_have_names_of_their_own_and_profiles_by_kernel(main, tmp_path) -> None:
@@ -339,7 +380,7 @@ def test_what_cannot_be_is_a_sentence(main, capsys, tmp_path, monkeypatch, words
 def test_several_processes_are_refused(main, modules, monkeypatch) -> None:
     main.check_split(modules.cases.QUICK)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were started, but one replica is measured on one GPU"):
+    with pytest.raises(ValueError, match="2 processes were started, but all is measured on one GPU"):
         main.check_split(replace(modules.cases.QUICK, seed=1))
 
 

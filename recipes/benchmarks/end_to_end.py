@@ -2,6 +2,7 @@
 
     python recipes/benchmarks/end_to_end.py --lengths FILE                                  # PP4, 128K, 4 GPUs
     python recipes/benchmarks/end_to_end.py --lengths FILE --pp_size 2 --cp_size 2 --kernel flash-attn-4
+    python recipes/benchmarks/end_to_end.py --lengths FILE --pp_size 2 --cp_size 2 --processes 8   # DP2, 8 GPUs
     python recipes/benchmarks/end_to_end.py --quick --use-cpu                               # tiny, 2 processes
     python recipes/benchmarks/end_to_end.py --show                                          # tables of the results
     python recipes/benchmarks/end_to_end.py --write-readme                                  # renews docs/results.md

@@ -19,6 +19,9 @@ LAUNCHES = {
     "pp2cp2_128k_fa2": "--pp_size 2 --cp_size 2 --kernel flash-attn-2",
     "pp2cp2_128k_fa4": "--pp_size 2 --cp_size 2 --kernel flash-attn-4",
     "pp4_64k_fa2": "--context_length 65536 --kernel flash-attn-2",
+    "pp4cp2_128k_fa4": "--processes 8 --cp_size 2 --kernel flash-attn-4",
+    "pp2dp2cp2_128k_fa4": "--processes 8 --pp_size 2 --cp_size 2 --kernel flash-attn-4",
+    "pp2cp2tp2_128k_fa4": "--processes 8 --pp_size 2 --cp_size 2 --tp_size 2 --kernel flash-attn-4",
 }
 #: What WLB is compared with, by the name of its speed-up.
 COMPARED = {"speedup": "Plain-4D", "speedup_vs_concat_cut": "Plain-4D that cuts documents"}

@@ -13,14 +13,15 @@ GPU made.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from hf_wlb.sharding import ShardPlan
+from hf_wlb.sharding import Sharder, ShardPlan
 from hf_wlb.sharding.types import FloatArray
 from hf_wlb.simulator.cluster import CLUSTERS, Cluster, Group, on_device, send_seconds
 from hf_wlb.simulator.costs import StepModel
@@ -133,6 +134,21 @@ def plans_of(about: Row, step: Row, replica: int) -> Iterator[ShardPlan]:
         edges = np.array(row["edges"], dtype=np.int64).reshape(-1, 2 * cp_size + 1)
         owner = np.array(row["owner"], dtype=np.int64)
         yield ShardPlan(np.array(lengths, dtype=np.int64), cp_size, owner, edges, row["strategy"])
+
+
+def planned_shards(replica: Sequence[Sequence[int]], sharder: Sharder | None) -> tuple[list[Row], float]:
+    """How a replica's micro-batches are shared out, for the results, and the seconds that it takes to decide on that.
+
+    Args:
+        replica: Lengths of documents, micro-batch by micro-batch.
+        sharder: None where one rank has them to itself.
+    """
+    if sharder is None:
+        return [], 0.0
+    begun = time.perf_counter()
+    plans = [sharder.plan(lengths) for lengths in replica]
+    seconds = time.perf_counter() - begun
+    return [plan_row(plan) for plan in plans], seconds
 
 
 def plan_row(plan: ShardPlan) -> Row:

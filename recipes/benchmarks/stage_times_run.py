@@ -33,7 +33,15 @@ from end_to_end_cases import (
     turns,
 )
 from end_to_end_run import GIB, arguments, launch_line, model_config
-from stage_times_compose import CLUSTER, PARTS, compose, exchange_cluster, exchange_row, plan_row, with_exchange
+from stage_times_compose import (
+    CLUSTER,
+    PARTS,
+    compose,
+    exchange_cluster,
+    exchange_row,
+    planned_shards,
+    with_exchange,
+)
 from stage_times_exchange import Filler, StandInExchange
 
 from hf_wlb.attention import AttentionContext, check_isolation, register
@@ -251,21 +259,6 @@ def sharders_of(settings: Settings, variants: Sequence[Variant], workload: Workl
         return {}
     made = {own.sharding: sharder_of(own, settings.cp_size, workload) for own in variants}
     return {own.name: made[own.sharding] for own in variants}
-
-
-def planned_shards(replica: Sequence[Sequence[int]], sharder: Sharder | None) -> tuple[list[Row], float]:
-    """How a replica's micro-batches are shared out, for the results, and the seconds that it takes to decide on that.
-
-    Args:
-        replica: Lengths of documents, micro-batch by micro-batch.
-        sharder: None where one rank has them to itself.
-    """
-    if sharder is None:
-        return [], 0.0
-    begun = time.perf_counter()
-    plans = [sharder.plan(lengths) for lengths in replica]
-    seconds = time.perf_counter() - begun
-    return [plan_row(plan) for plan in plans], seconds
 
 
 def _rounded(seconds: Sequence[Sequence[float]], sharder: Sharder | None) -> list[Any]:

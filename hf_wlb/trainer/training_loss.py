@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from transformers import PreTrainedModel, Trainer
@@ -26,10 +27,18 @@ class TrainingLoss(Trainer):
     layout: ParameterLayout
     _head_loss: HeadLoss | None = None
     _logits_needed = False
+    _unwrapped: tuple[Callable[[], Any], Callable[[], PreTrainedModel | None]] = (lambda: None, lambda: None)
 
     @property
     def _causal_lm(self) -> PreTrainedModel:
-        return causal_lm_of(self.accelerator.unwrap_model(self.model))
+        # Remembered as long as the trainer has this model: Accelerate looks into installed packages' metadata every
+        # time, which takes some milliseconds, and every micro-batch asks.
+        wrapped, found = self._unwrapped
+        model = found() if wrapped() is self.model else None
+        if model is None:
+            model = causal_lm_of(self.accelerator.unwrap_model(self.model))
+            self._unwrapped = weakref.ref(self.model), weakref.ref(model)
+        return model
 
     def _check_head(self, model: PreTrainedModel) -> None:
         """Refuses a head whose loss cannot be computed so, before it is split. Does not talk to other ranks."""

@@ -140,7 +140,7 @@ class ProfiledWorkload(WorkloadModel):
         layers = sum(count for count, _ in self.profile.layers)
         size = tokens * self._kv_width * _ITEM_BYTES[self._dtype]
         whole = ("key_value_exchange", cp_size)
-        if any(sample[:2] == whole for sample in self.profile.collectives):
+        if whole in self._collective_curves:
             seconds = self.collective_seconds(*whole, size)
         else:
             seconds = self.collective_seconds("all_gather", cp_size, size)
@@ -194,17 +194,23 @@ class ProfiledWorkload(WorkloadModel):
         Raises:
             ValueError: if the profile holds no sample of that operation and group size.
         """
-        samples = [
-            (size, s) for op, group, size, s in self.profile.collectives if (op, group) == (operation, group_size)
-        ]
-        if not samples:
-            known = sorted({f"{op} over {group}" for op, group, *_ in self.profile.collectives})
+        found = self._collective_curves.get((operation, group_size))
+        if found is None:
+            known = sorted(f"{op} over {group}" for op, group in self._collective_curves)
             raise ValueError(
                 f"The profile holds no time of {operation} over {group_size} ranks; it holds "
                 f"{', '.join(known) if known else 'no collectives at all'}."
             )
-        sizes, seconds = zip(*samples, strict=True)
-        return float(PowerCurve(sizes, seconds)(np.array([max(size_bytes, sizes[0])], dtype=np.float64))[0])
+        smallest, curve = found
+        return float(curve(np.array([max(size_bytes, smallest)], dtype=np.float64))[0])
+
+    @cached_property
+    def _collective_curves(self) -> dict[tuple[str, int], tuple[int, PowerCurve]]:
+        """By operation and group size: the smallest measured size, and the time of others."""
+        samples: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        for operation, group_size, size, seconds in self.profile.collectives:
+            samples.setdefault((operation, group_size), []).append((size, seconds))
+        return {key: (own[0][0], PowerCurve(*zip(*own, strict=True))) for key, own in samples.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The profile's JSON object, with how it is read; see ``WorkloadModel``."""

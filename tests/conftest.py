@@ -1,5 +1,6 @@
 """Marks by folder, one torch thread, skipping where there is no GPU, and the shared length files."""
 
+import gc
 import importlib.util
 import sys
 from pathlib import Path
@@ -25,6 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = tier_of(item.path) if item.path.is_relative_to(REPOSITORY) else None
         if tier is not None:
             item.add_marker(tier)
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays. Trainer collects garbage after every training, which takes half a second if it
+    # looks through all of that.
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some libraries count what is left when Python ends
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -14,6 +14,7 @@ them, with the processes that they started (DataLoader workers too).
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -195,6 +196,7 @@ def _get_ready(job: bytes, rank: int, world_size: int, meeting: str, timeout_s: 
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # Trainer collects garbage after every training: half a second if it looks through all that is imported
     torch.set_num_threads(1)
     job_parts = pickle.loads(job)
     dist.init_process_group(

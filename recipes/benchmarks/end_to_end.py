@@ -10,7 +10,9 @@
 GPU time is short, so every packer's long stream of steps is planned on the CPU, over the same documents, and a random
 sample of steps behind its beginning is run. All variants take turns in one launch, with one model, after a warm-up
 over the range of shapes. A line of JSON is written after every step; a launch that is started again with the same
-settings and ``--output`` goes on with other steps of the sample. The last line printed is ``RESULT`` and JSON.
+settings and ``--output`` goes on with other steps of the sample. A profile that does not say what an exchange between
+context-parallel ranks takes (``hf-wlb profile`` on one GPU) gets the simulator's price of it. The last line printed is
+``RESULT`` and JSON.
 """
 
 from __future__ import annotations

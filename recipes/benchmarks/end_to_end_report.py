@@ -97,6 +97,11 @@ def on_each_replica(about: Mapping[str, Any]) -> str:
     return f" on each of {about['replicas']} replicas" if about["replicas"] > 1 else ""
 
 
+def _on_stages(about: Mapping[str, Any]) -> str:
+    sizes = about.get("stage_layers", ())
+    return f" on stages of {', '.join(map(str, sizes))}" if sizes else ""
+
+
 def read_launches(text: str) -> list[Launch]:
     """Reads the lines of a results file; steps of rounds that are not complete are left out.
 
@@ -386,7 +391,8 @@ def results_tables(launches: Sequence[Launch]) -> str:
         lines += [
             *launch_lines(label, figures[label], about["same_as"]),
             "",
-            f"A {settings['model']} Llama of {settings['layers'] or 'all its'} layers, {settings['micro_batches']} "
+            f"A {settings['model']} Llama of {settings['layers'] or 'all its'} layers{_on_stages(about)}, "
+            f"{settings['micro_batches']} "
             f"micro-batches of {settings['context_length']:,} tokens a step{on_each_replica(about)}, "
             f"{about['devices']} x {about['device']}, lengths `{settings['lengths']}`. "
             f"{versions}; {about.get('date', '')}, commit {about.get('commit', '')}; `{about.get('command', '')}`.",

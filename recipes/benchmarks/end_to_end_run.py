@@ -29,6 +29,7 @@ from end_to_end_cases import (
     streams,
     turns,
 )
+from exchange_prices import exchange_cluster, exchange_row, with_exchange
 from transformers import PrinterCallback, TrainerCallback
 
 from hf_wlb import WLBDataCollator, WLBTrainer, WLBTrainingArguments
@@ -320,7 +321,8 @@ def main() -> None:
     settings = job.settings
     variants, same = chosen_variants(settings.cp_size, job.variants)
     args, config = arguments(job, 1), model_config(settings)
-    workload: WorkloadModel = args.workload_model(config)
+    cluster = exchange_cluster(exchange_row(settings.kernel)["cluster"], device_name(args.device))
+    workload = with_exchange(args.workload_model(config), settings.cp_size, cluster)
     replicas = job.replicas
     given = documents(load_lengths(job.lengths), settings, replicas)
     found = streams(variants, given, settings, replicas, workload)

@@ -53,6 +53,7 @@ def summary(
     convergence: Mapping[str, Any] | None,
     composed: Mapping[str, Sequence[Row]] | None = None,
     planned: Sequence[Row] = (),
+    compared: str = "",
 ) -> str:
     """The Markdown between the marks of README.md; what is not measured is said in a sentence.
 
@@ -63,6 +64,7 @@ def summary(
             it is of (``noise_of``), and ``on``, where it ran.
         composed: See ``composed_rows``; of these, the ones of launches whose whole steps were not measured are shown.
         planned: See ``composed_planning_rows``.
+        compared: What is to be said of composed steps that were measured whole, too.
     """
     whole = WlbSteps.of(launches or ())
     speed_ups = speed_up_rows(whole)
@@ -82,7 +84,7 @@ def summary(
     lines: list[str] = []
     if rows:
         lines = [
-            _said_before(bool(speed_ups), bool(stages), any(_SIMULATED in name for name, *_ in stages)),
+            _said_before(bool(speed_ups), bool(stages), any(_SIMULATED in name for name, *_ in stages), compared),
             "",
             "| measured | figure | 95% interval | on |",
             "|---|---|---|---|",
@@ -94,11 +96,12 @@ def summary(
     return "\n".join(lines)
 
 
-def _said_before(speed_ups: bool, composed: bool, shared: bool) -> str:
+def _said_before(speed_ups: bool, composed: bool, shared: bool, compared: str) -> str:
     """Above the table; whether it has rows of either kind, and of the second some with a simulated exchange."""
     if not speed_ups and not composed:
         return "Measured:"
-    said = [_SPEED_UPS if speed_ups else "Measured.", _COMPOSED if composed else "", _SHARED if shared else ""]
+    said = [_SPEED_UPS if speed_ups else "Measured."]
+    said += [_COMPOSED, _SHARED if shared else "", compared] if composed else []
     return " ".join(filter(None, said))
 
 

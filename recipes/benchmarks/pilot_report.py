@@ -1,22 +1,27 @@
-"""The four-GPU pilot in Markdown: measured steps beside simulated ones, for docs/results.md. No torch."""
+"""Measured steps beside simulated ones in Markdown, for docs/results.md: a four-GPU pilot's and others. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
+
+from end_to_end_report import Launch
 
 from hf_wlb.analysis.simulation import committed_profile
 from hf_wlb.simulator.measured import MeasuredLaunch, read_measured
 from hf_wlb.simulator.validation import LaunchCheck, check_launch, step_model
 
-_WHAT = (
-    "Steps of a pilot, from all ranks' common beginning to the end of the slowest one, against the same documents "
+_COLUMNS = (
+    "from all ranks' common beginning to the end of the slowest one, against the same documents "
     "simulated. *Predicted* is by the profile of the model and kernel (`results/profile_*.json`), measured on one GPU "
     "in another run, or else by the kernel's preset; *of its spans* is the step put together by 1F1B of the forwards "
     "and backwards as they were measured in it, with simulated sends: what it lacks is the schedule's error alone. "
-    "*Planning* is the time that a rank takes to pack a step and to plan its shards, as a share of the step's. "
-    "The pilot was packed by a profile that was measured wrongly, and is short: its speeds say nothing about packers."
+    "*Planning* is the time that a rank takes to pack a step and to plan its shards, as a share of the step's."
+)
+_PILOT = (
+    " The pilot was packed by a profile that was measured wrongly, and is short: its speeds say nothing about packers."
 )
 
 
@@ -29,15 +34,67 @@ def read_checks(text: str) -> list[tuple[MeasuredLaunch, LaunchCheck]]:
     Raises:
         ValueError: If it cannot be read or simulated.
     """
-    launches = read_measured(text)
-    return [(one, check_launch(one, step_model(one, profile=committed_profile(one)))) for one in launches]
+    return [_checked(launch) for launch in read_measured(text)]
+
+
+def _checked(launch: MeasuredLaunch) -> tuple[MeasuredLaunch, LaunchCheck]:
+    return launch, check_launch(launch, step_model(launch, profile=committed_profile(launch)))
+
+
+def with_documents(launches: Iterable[Launch]) -> list[MeasuredLaunch]:
+    """The launches of ``end_to_end.py`` with a whole round; those of versions that wrote no documents down are not."""
+    return [
+        MeasuredLaunch.of(launch.about, launch.rounds)
+        for launch in launches
+        if launch.rounds and "workload" in launch.about
+    ]
+
+
+def whole_table(launches: Iterable[Launch]) -> str:
+    """The steps of ``end_to_end.py`` beside simulated ones, as the pilot's are shown."""
+    found = _whole(json.dumps([[launch.about, launch.rounds] for launch in launches]))
+    if not found:
+        return "No launch holds the documents of its steps, so none is simulated."
+    return "\n".join(
+        [
+            f"Steps of `end_to_end.py`, also of launches of few rounds, {_COLUMNS}",
+            "",
+            *_rows(found),
+        ]
+    )
+
+
+def whole_figures(launches: Iterable[Launch]) -> dict[str, float | None]:
+    """For RESULT: the largest error of a variant's mean step, and whether variants are ranked as measured."""
+    found = _whole(json.dumps([[launch.about, launch.rounds] for launch in launches]))
+    ranks = [check.ranks_equal for _, check in found if check.ranks_equal is not None]
+    return {
+        "whole_prediction_error": round(max(check.worst_error for _, check in found), 4) if found else None,
+        "whole_ranks_equal": all(ranks) if ranks else None,
+    }
+
+
+@lru_cache(maxsize=4)
+def _whole(launches: str) -> list[tuple[MeasuredLaunch, LaunchCheck]]:
+    return [_checked(one) for one in with_documents(Launch(*given) for given in json.loads(launches))]
 
 
 def results_table(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> str:
-    """A row for every launch and variant, and what the columns are."""
+    """A row for every launch and variant of the pilot, and what the columns are."""
+    first = checks[0][0]
+    return "\n".join(
+        [
+            f"Steps of a pilot, {_COLUMNS}{_PILOT}",
+            "",
+            *_rows(checks),
+            "",
+            f"A {first.model} Llama of {first.config.num_hidden_layers} layers on {first.split.gpus} x {first.device}.",
+        ]
+    )
+
+
+def _rows(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> list[str]:
     lines = [
-        _WHAT,
-        "",
         "| split, context, kernel | variant | steps | measured s | predicted s | error | of its spans | planning |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -49,12 +106,7 @@ def results_table(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> str:
                 f"| {where} | {variant.name} | {variant.steps} | {variant.measured:.3f} | {variant.predicted:.3f} | "
                 f"{variant.error:+.1%} | {spans} | {_share(measured.planning_share)} |"
             )
-    first = checks[0][0]
-    lines += [
-        "",
-        f"A {first.model} Llama of {first.config.num_hidden_layers} layers on {first.split.gpus} x {first.device}.",
-    ]
-    return "\n".join(lines)
+    return lines
 
 
 def figures(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import composition_report
 import context_parallel_report
 import contexts_report
 import convergence_report
@@ -32,81 +33,27 @@ import simulated_paper
 import stage_times
 import stage_times_report
 import trainer_report
-from end_to_end_timeline import draw_timeline
 from readme_table import REPOSITORY, between_marks, marks
+from report_parts import (
+    convergence_figures,
+    draw_convergence,
+    draw_stage_times,
+    draw_timelines,
+    end_to_end_figures,
+    packing_pictures,
+    paper_pictures,
+    read_sharding,
+    read_trainer,
+    stage_times_figures,
+    stored,
+)
 
 from hf_wlb.analysis.simulation_pictures import draw_all
 
 RESULTS = Path("recipes") / "benchmarks" / "results"
 README, PAGE = "README.md", "docs/results.md"
-SUMMARY = "measured-summary"
+SUMMARY, COMPOSITION = "measured-summary", "composition-table"
 RENEW = "python recipes/benchmarks/report.py"
-
-
-def stored(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The figures of the results, see ``read_sharding`` and ``read_trainer``."""
-    figures: Mapping[str, Any] = found["result"]
-    return figures
-
-
-def read_sharding(text: str) -> dict[str, Any]:
-    """Results of ``context_parallel.py``, with the figures of the last line as their samples give them."""
-    found: dict[str, Any] = json.loads(text)
-    return {**found, "result": context_parallel_report.result_line(found) | contexts_report.result(found)}
-
-
-def read_trainer(text: str) -> dict[str, Any]:
-    """Results of ``trainer.py``, likewise."""
-    found: dict[str, Any] = json.loads(text)
-    return {**found, "result": trainer_report.result(found["runs"], found["settings"]["warmups"])}
-
-
-def end_to_end_figures(launches: Sequence[end_to_end_report.Launch]) -> Mapping[str, Any]:
-    """The figures of the launches with the most rounds."""
-    return end_to_end_report.result(end_to_end_report.summary(launches))
-
-
-def draw_timelines(launches: Sequence[end_to_end_report.Launch], folder: Path) -> None:
-    """Timelines of launches, where there is one already: ``end_to_end.py --pictures`` makes the first."""
-    for label, launch in end_to_end_report.best_launches(launches).items():
-        picture = folder / f"end_to_end_{label}.png"
-        if picture.is_file():
-            draw_timeline(launch, picture)
-
-
-def stage_times_figures(launches: Sequence[end_to_end_report.Launch]) -> Mapping[str, Any]:
-    """The figures of the launches with the most rounds."""
-    return stage_times_report.result(stage_times_report.summary(launches))
-
-
-def draw_stage_times(launches: Sequence[end_to_end_report.Launch], folder: Path) -> None:
-    """The speed-ups."""
-    stage_times_report.draw(launches, folder / "stage_times.png")
-
-
-def convergence_figures(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How far losses are apart; the benchmark's other figures have names that say nothing among others."""
-    figures = convergence_report.result(found)
-    apart = {key: value for key, value in figures.items() if key.startswith(("convergence_diff", "convergence_change"))}
-    return {**apart, "convergence_noise": figures["noise"]}
-
-
-def draw_convergence(found: Mapping[str, Any], folder: Path) -> None:
-    """The loss curves."""
-    convergence_report.draw(found, folder / "convergence.png")
-
-
-def packing_pictures(found: Mapping[str, Any]) -> Sequence[str]:
-    """Those that ``packing.draw`` makes: without sweeps only the first."""
-    sweeps = found["sources"][found["result"]["lengths"]]["sweeps"]
-    pictures = ("packing_time", "time_against_delay", "time_against_waiting", "time_against_waiting_64")
-    return [f"{name}.png" for name in pictures[: None if sweeps else 1]]
-
-
-def paper_pictures(found: Mapping[str, Any]) -> Sequence[str]:
-    """Those that ``draw_all`` makes."""
-    names = ("fig12", "fig13", "fig14", "fig15", "sensitivity", "explanation")
-    return [f"simulated_{name}.png" for name in names]
 
 
 @dataclass(frozen=True)
@@ -220,7 +167,10 @@ BENCHMARKS = (
     Benchmark(
         END_TO_END,
         "python recipes/benchmarks/end_to_end.py --lengths FILE",
-        ((PAGE, "end-to-end-table", end_to_end_report.results_tables),),
+        (
+            (PAGE, "end-to-end-table", end_to_end_report.results_tables),
+            (PAGE, "prediction-table", pilot_report.whole_table),
+        ),
         figures=end_to_end_figures,
         keys={**_WHOLE_STEPS, **dict.fromkeys(("speedup_vs_concat_cut", "mfu", "planning_share"), "")},
         read=end_to_end_report.read_launches,
@@ -299,22 +249,50 @@ def generated(results: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         for page, name, table in benchmark.tables:
             with benchmark.damage_named():
                 pages.setdefault(page, {})[name] = benchmark.absent() if found is None else table(found)
-    pages.setdefault(README, {})[SUMMARY] = summary(results)
+    compared = composition(results)
+    pages.setdefault(PAGE, {})[COMPOSITION] = composition_report.table(compared)
+    pages.setdefault(README, {})[SUMMARY] = summary(results, compared)
     return pages
 
 
-def summary(results: Mapping[str, Any]) -> str:
-    """README's part on whole training steps, of several benchmarks."""
+def composition(results: Mapping[str, Any]) -> list[composition_report.Pair]:
+    """The steps that were measured whole and in parts, of several benchmarks."""
+    with _of(PILOT).damage_named():
+        whole = [launch for launch, _ in results.get(PILOT, ())]
+    with _of(END_TO_END).damage_named():
+        whole += pilot_report.with_documents(results.get(END_TO_END, ()))
+    with _of(STAGE_TIMES).damage_named():
+        return composition_report.pairs(whole, results.get(STAGE_TIMES, ()))
+
+
+def _of(file: str) -> Benchmark:
+    return next(one for one in BENCHMARKS if one.file == file)
+
+
+def summary(results: Mapping[str, Any], compared: Sequence[composition_report.Pair] = ()) -> str:
+    """README's part on whole training steps, of several benchmarks.
+
+    Args:
+        results: By file, as ``load`` gives them.
+        compared: See ``composition``.
+    """
     convergence = results.get(CONVERGENCE)
     figures = None
     if convergence is not None:
-        with next(one for one in BENCHMARKS if one.file == CONVERGENCE).damage_named():
+        with _of(CONVERGENCE).damage_named():
             figures = convergence_report.summary(convergence)
     composed = results.get(STAGE_TIMES)
-    with next(one for one in BENCHMARKS if one.file == STAGE_TIMES).damage_named():
+    with _of(STAGE_TIMES).damage_named():
         stages = measured_report.WlbSteps.of(composed or ())
         rows, planned = measured_report.composed_rows(stages), measured_report.composed_planning_rows(stages)
-    return measured_report.summary(results.get(END_TO_END), results.get(TRAINER), figures, rows, planned)
+    return measured_report.summary(
+        results.get(END_TO_END),
+        results.get(TRAINER),
+        figures,
+        rows,
+        planned,
+        composition_report.sentence(compared),
+    )
 
 
 def page_text(root: Path, page: str) -> str:
@@ -366,7 +344,7 @@ def missing_pictures(root: Path) -> list[str]:
     """
     sentences = []
     for file, found in load(root / RESULTS).items():
-        benchmark = next(one for one in BENCHMARKS if one.file == file)
+        benchmark = _of(file)
         with benchmark.damage_named():
             pictures = benchmark.pictures(found)
         sentences += [
@@ -404,7 +382,7 @@ def result(results: Mapping[str, Any]) -> dict[str, Any]:
         if twice:
             raise ValueError(f"{benchmark.file} and another results file both have {', '.join(twice)}: rename one")
         line |= part
-    return line
+    return line | composition_report.figures(composition(results))
 
 
 def not_measured(line: Mapping[str, Any]) -> list[str]:

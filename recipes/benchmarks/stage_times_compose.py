@@ -2,7 +2,7 @@
 
 A stage's forward of a micro-batch takes as many times one layer's as the stage has layers, with the embedding's on the
 first stage and the head's on the last; the backward likewise. The simulator's own schedule (1F1B) and solver say when
-each runs, and its NVLink how long hidden states are on their way (``CLUSTER``).
+each runs, and its NVLink how long hidden states are on their way (``exchange_prices.CLUSTER``).
 
 Where ranks share micro-batches, the one GPU computed every rank's shard, one after the other, and a part takes as long
 as the slowest rank. What the exchange of keys and values adds to a rank's layer is simulated, not measured: what the
@@ -20,20 +20,18 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from exchange_prices import exchange_cluster
 
 from hf_wlb.sharding import Sharder, ShardPlan
 from hf_wlb.sharding.types import FloatArray
-from hf_wlb.simulator.cluster import CLUSTERS, Cluster, Group, on_device, send_seconds
+from hf_wlb.simulator.cluster import CLUSTERS, send_seconds
 from hf_wlb.simulator.costs import StepModel
-from hf_wlb.simulator.exchange import count_exchange, exchange_is_sampled
 from hf_wlb.simulator.measured import MeasuredLaunch
 from hf_wlb.simulator.schedules import ScheduleConfig
 from hf_wlb.simulator.timeline import OpTimes, Timeline, run_schedule
-from hf_wlb.simulator.validation import CLUSTER_OF_KERNEL, step_model
-from hf_wlb.workload import ProfiledWorkload, WorkloadModel
+from hf_wlb.simulator.validation import step_model
+from hf_wlb.workload import ProfiledWorkload
 
-#: Whose NVLink hidden states take: of the simulator's presets all Hopper ones have the same.
-CLUSTER = "h100"
 #: What is timed, by the name that a step's line has it under: the part (layer, embedding, head), forward or backward.
 _PARTS = ("layer", "embedding", "head")
 _WAYS = ("forward", "backward")
@@ -42,7 +40,6 @@ PARTS = {f"{part}_{way}": (place, back) for place, part in enumerate(_PARTS) for
 Row = Mapping[str, Any]
 
 _NO_TIME = 1e24  # bytes a second, with which copies take none
-_SIZES = tuple(2**power for power in range(20, 34))  # bytes; times of others are read off between these
 
 
 def compose(about: Row, step: Row) -> Timeline:
@@ -196,54 +193,3 @@ def _models(launch: str) -> tuple[StepModel, StepModel]:
 
     free = replace(cluster, memory_bytes_per_second=_NO_TIME)
     return step_model(measured, cluster, profile), step_model(measured, free, profile)
-
-
-def exchange_cluster(name: str, device: str | None) -> Cluster:
-    """The preset whose links the exchange takes, with the device's memory; with its own if it knows none of it.
-
-    >>> exchange_cluster("h100", "NVIDIA H200").memory_bytes_per_second / 1e12
-    3.84
-    """
-    preset = CLUSTERS[name]
-    try:
-        return on_device(preset, device or "")
-    except ValueError:  # such as a CPU, of which no figures are quoted
-        return preset
-
-
-def exchange_row(kernel: str) -> Row:
-    """What a launch's line says of the exchange: the preset of its attention kernel, or of all other Hopper ones."""
-    return {"cluster": CLUSTER_OF_KERNEL.get(kernel, CLUSTER)}
-
-
-def with_exchange(workload: WorkloadModel, cp_size: int, cluster: Cluster) -> WorkloadModel:
-    """A profile that says what the exchange among so many ranks takes: if it does not, as the simulator prices it.
-
-    So micro-batches can be shared out by a profile that one GPU measured. Other workloads come back as they are.
-
-    Args:
-        workload: What steps are planned and shared out by.
-        cp_size: Ranks.
-        cluster: Whose links and memory.
-
-    Raises:
-        ValueError: If the profile does not say how wide keys and values are.
-    """
-    if cp_size == 1 or not isinstance(workload, ProfiledWorkload) or exchange_is_sampled(workload, cp_size):
-        return workload
-    profile = workload.profile
-    width = profile.metadata["model"].get("kv_width")
-    if width is None:
-        raise ValueError(
-            "The profile does not say how many numbers a token's keys and values are (kv_width), so the exchange of "
-            f"cp_size={cp_size} cannot be priced. Measure it anew: hf-wlb profile."
-        )
-    token_bytes = 2.0 * width  # in bf16
-    group = Group(cp_size, 1)
-    (layer,) = count_exchange([token_bytes], cluster, group, gradient_checkpointing=False).layers
-    samples = [sample for sample in profile.collectives if sample[:2] != ("all_gather", cp_size)]
-    for size in _SIZES:
-        gather, reduce = (base + slope * size / token_bytes for base, slope in (layer.gather, layer.reduce))
-        samples += [("key_value_exchange", cp_size, size, gather + reduce), ("all_gather", cp_size, size, gather)]
-    metadata = {**profile.metadata, "exchange": f"simulated, {cluster.name}"}
-    return replace(workload, profile=replace(profile, metadata=metadata, collectives=tuple(sorted(samples))))

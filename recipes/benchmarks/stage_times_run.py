@@ -33,15 +33,8 @@ from end_to_end_cases import (
     turns,
 )
 from end_to_end_run import GIB, arguments, launch_line, model_config
-from stage_times_compose import (
-    CLUSTER,
-    PARTS,
-    compose,
-    exchange_cluster,
-    exchange_row,
-    planned_shards,
-    with_exchange,
-)
+from exchange_prices import CLUSTER, exchange_cluster, exchange_row, with_exchange
+from stage_times_compose import PARTS, compose, planned_shards
 from stage_times_exchange import Filler, StandInExchange
 
 from hf_wlb.attention import AttentionContext, check_isolation, register

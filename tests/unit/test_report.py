@@ -154,7 +154,7 @@ def test_without_results_everything_is_null_and_said(report, bare, capsys) -> No
     kernel = "--kernel flash-attn-4` measures it"
     assert any(line.startswith("not measured: speedup_pp2cp2_128k_fa4; ") and line.endswith(kernel) for line in said)
     page, readme = (bare / report.PAGE).read_text(), (bare / report.README).read_text()
-    assert page.count("is committed in this version.") == 9
+    assert page.count("is committed in this version.") == 10
     assert "No `trainer.json`, the results of `trainer.py`, is committed" in page
     assert "Not measured in this version: whole steps against Plain-4D (`pp4_128k_fa2`, " in readme
     assert report.main(["--check"], bare) == 0
@@ -274,7 +274,7 @@ def test_the_summary_by_hand(modules, report) -> None:
     assert [row[-1] for row in rows[2:]] == ["2 x GPU", "2 x NVIDIA H100", "2 x GPU", "1 x NVIDIA H100", "1 x GPU"]
     last = text.splitlines()[-1]  # two stages are none of the launches that are asked for
     assert last.startswith("Not measured in this version: whole steps")
-    assert last.endswith("`pp4_64k_fa2`); convergence with `wlb`.")
+    assert last.endswith("`pp2cp2tp2_128k_fa4`); convergence with `wlb`.")
 
 
 def test_the_summary_has_no_interval_for_few_rounds_and_says_what_is_missing(modules, report) -> None:

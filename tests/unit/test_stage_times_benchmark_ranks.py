@@ -24,13 +24,18 @@ TOKEN_BYTES = 2 * 2 * 4096  # a token's keys and values in a layer of 7B
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     names = {"main": "stage_times", "report": "stage_times_report", "compose": "stage_times_compose"}
-    names |= {"cases": "end_to_end_cases", "measured": "measured_report"}
+    names |= {"cases": "end_to_end_cases", "measured": "measured_report", "prices": "exchange_prices"}
     return SimpleNamespace(**{name: __import__(module) for name, module in names.items()})
 
 
 @pytest.fixture
 def compose(modules):
     return modules.compose
+
+
+@pytest.fixture
+def prices(modules):
+    return modules.prices
 
 
 def about_of(modules, name: str = "a", kernel: str = "flash-attn-2", **settings) -> dict:
@@ -166,20 +171,20 @@ def test_an_exchange_makes_a_step_longer_and_local_documents_have_none(modules, 
     assert compose.part_seconds(about, step, 0)["layer_forward"].tolist() == [0.1, 0.1]
 
 
-def test_other_kernels_and_devices_have_a_preset(compose) -> None:
-    assert compose.exchange_row("flash-attn-4") == {"cluster": "h100-flash-attn-4"}
-    assert compose.exchange_row("reference") == {"cluster": "h100"}
-    assert compose.exchange_cluster("h100", "cpu") == compose.exchange_cluster("h100", None) == CLUSTERS["h100"]
+def test_other_kernels_and_devices_have_a_preset(prices) -> None:
+    assert prices.exchange_row("flash-attn-4") == {"cluster": "h100-flash-attn-4"}
+    assert prices.exchange_row("reference") == {"cluster": "h100"}
+    assert prices.exchange_cluster("h100", "cpu") == prices.exchange_cluster("h100", None) == CLUSTERS["h100"]
 
 
 # ---- what shards are planned by ----
 
 
-def test_a_profile_learns_what_an_exchange_takes(modules, compose) -> None:
+def test_a_profile_learns_what_an_exchange_takes(prices) -> None:
     profile = ProfiledWorkload.load(FOLDER / "results" / "profile_7B_flash-attn-2.json")
     with pytest.raises(ValueError, match="holds no time of all_gather"):
         profile.exchange(1000, 2)
-    found = compose.with_exchange(profile, 2, H200)
+    found = prices.with_exchange(profile, 2, H200)
     model = StepModel.of(
         shape_of("7B"), Split(cp_size=2), H200, context_length=131072, gradient_checkpointing=True, profile=profile
     )
@@ -191,15 +196,14 @@ def test_a_profile_learns_what_an_exchange_takes(modules, compose) -> None:
     assert found.profile.metadata["exchange"] == "simulated, h100"
     assert found.attention(5000) == profile.attention(5000)
     assert (
-        compose.with_exchange(found, 2, CLUSTERS["h100"]) is found
-        and compose.with_exchange(profile, 1, H200) is profile
+        prices.with_exchange(found, 2, CLUSTERS["h100"]) is found and prices.with_exchange(profile, 1, H200) is profile
     )
     analytic = AnalyticWorkload.from_crossover(20_000)
-    assert compose.with_exchange(analytic, 2, H200) is analytic
+    assert prices.with_exchange(analytic, 2, H200) is analytic
     model_facts = {name: fact for name, fact in profile.profile.metadata["model"].items() if name != "kv_width"}
     nameless = replace(profile.profile, metadata={**profile.profile.metadata, "model": model_facts})
     with pytest.raises(ValueError, match=r"does not say how many numbers .* so the exchange of cp_size=2"):
-        compose.with_exchange(replace(profile, profile=nameless), 2, H200)
+        prices.with_exchange(replace(profile, profile=nameless), 2, H200)
 
 
 # ---- figures and what is said ----
@@ -211,7 +215,7 @@ def rows(modules, kernel: str = "flash-attn-4", name: str = "c") -> list[dict]:
         "plain-4d": [per_document(np.array([65536, 65536]), 2)] * 8,
         "wlb": [local_plan(0, 1, each=65536)] * 8,
     }
-    found = [{**about_of(modules, name, kernel), "exchange": modules.compose.exchange_row(kernel)}]
+    found = [{**about_of(modules, name, kernel), "exchange": modules.prices.exchange_row(kernel)}]
     for number in range(3):
         for variant, own in plans.items():
             row = {"kind": "step", "launch": name, "composed": True, "variant": variant, "round": number}

@@ -6,6 +6,7 @@ Started by ``end_to_end.py`` through torchrun, with a JSON file that says what t
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import sys
@@ -290,6 +291,14 @@ def model_config(settings: Settings) -> Any:
     return config
 
 
+def workload_of(args: WLBTrainingArguments, config: Any, settings: Settings) -> WorkloadModel:
+    """What the arguments say that documents cost; a profile that has no exchange gets the simulator's price of it."""
+    alone = copy.copy(args)
+    alone.cp_size = 1  # what the arguments would refuse to do without is added here
+    cluster = exchange_cluster(exchange_row(settings.kernel)["cluster"], device_name(args.device))
+    return with_exchange(alone.workload_model(config), settings.cp_size, cluster)
+
+
 def launch_line(
     job: Job, trainer: WLBTrainer, workload: WorkloadModel, found: Sequence[Stream], same: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -321,8 +330,7 @@ def main() -> None:
     settings = job.settings
     variants, same = chosen_variants(settings.cp_size, job.variants)
     args, config = arguments(job, 1), model_config(settings)
-    cluster = exchange_cluster(exchange_row(settings.kernel)["cluster"], device_name(args.device))
-    workload = with_exchange(args.workload_model(config), settings.cp_size, cluster)
+    workload = workload_of(args, config, settings)
     replicas = job.replicas
     given = documents(load_lengths(job.lengths), settings, replicas)
     found = streams(variants, given, settings, replicas, workload)

@@ -23,12 +23,12 @@ VARIANTS = {"pp2": ("plain-4d", "wlb"), "cp2": ("plain-4d", "wlb", "wlb, not pla
 SPLITS = {"pp2": ("2", "1"), "cp2": ("1", "2")}
 
 
-def benchmark(split: str, output: Path, pictures: Path) -> str:
-    """One launch with a round; what it printed."""
+def benchmark(split: str, output: Path, pictures: Path, *more: str) -> str:
+    """One launch with a round; what it printed. Options given in ``more`` count instead of others."""
     pp_size, cp_size = SPLITS[split]
     command = [sys.executable, "end_to_end.py", "--quick", "--use-cpu", "--pp_size", pp_size, "--cp_size", cp_size]
     command += ["--rounds", "1", "--warmups", "1", "--output", str(output), "--pictures", str(pictures)]
-    command += ["--only", *VARIANTS[split]]
+    command += ["--only", *VARIANTS[split], *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)}
     environment |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
@@ -144,3 +144,15 @@ def test_spans_come_in_the_order_of_the_schedule(
                     expected.append((counts[forward], forward))
                     counts[forward] += 1
         assert order_of(micro_batches, pp_size, stage) == expected
+
+
+def test_a_profile_without_an_exchange_gets_the_simulator_s_price(tmp_path: Path) -> None:
+    """Of one GPU, which could measure none: ranks that share micro-batches are to be planned for all the same."""
+    profile = str(FOLDER / "results" / "profile_7B_flash-attn-4.json")
+    benchmark("cp2", tmp_path / "results.jsonl", tmp_path, "--only", "wlb", "--profile", profile)
+    (launch,), steps = rows_of(tmp_path / "results.jsonl")
+    workload = launch["workload"]
+    assert workload["metadata"]["exchange"] == "simulated, h100"
+    assert {entry["operation"] for entry in workload["collectives"]} == {"all_gather", "key_value_exchange"}
+    assert launch["settings"]["profile"] == "profile_7B_flash-attn-4"
+    check_steps(steps, spans=4 * 2)

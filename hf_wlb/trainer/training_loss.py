@@ -40,6 +40,9 @@ class TrainingLoss(Trainer):
             self._unwrapped = weakref.ref(self.model), weakref.ref(model)
         return model
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_unwrapped"}  # of weak references
+
     def _check_head(self, model: PreTrainedModel) -> None:
         """Refuses a head whose loss cannot be computed so, before it is split. Does not talk to other ranks."""
         args = cast(WLBTrainingArguments, self.args)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from end_to_end_cases import WLB
 from end_to_end_report import Launch
 from stage_times_compose import PARTS, compose
 
@@ -21,11 +22,12 @@ from hf_wlb.simulator.measured import MeasuredLaunch, MeasuredStep
 #: Strategies whose plans depend on documents alone, not on the cost model of the launch.
 _SAME_EVERYWHERE = ("per_sequence", "per_document")
 _WHAT = (
-    "Whole steps on two and four GPUs, from all ranks' common beginning to the end of the slowest one, whose "
-    "micro-batches were also measured one by one on one GPU, in other runs on other machines: put together by 1F1B on "
-    "the stages that the whole step ran on (*composed*, without the optimizer; with context parallelism the exchange "
-    "is simulated in it). Steps of which a micro-batch was not measured so are left out: `wlb` packs by its launch's "
-    "cost model and number of stages, so that its steps rarely match."
+    "Whole steps on several GPUs, from all ranks' common beginning to the end of the slowest one, whose micro-batches "
+    "were also measured one by one on one GPU, in other runs on other machines: put together by 1F1B on the stages "
+    "that the whole step ran on (*composed*, without the optimizer; with context parallelism the exchange is "
+    "simulated in it). A micro-batch that was measured several times counts with the mean. Steps of which one was not "
+    "measured so are left out, and with context parallelism those of strategies whose plans depend on the launch's "
+    "cost model."
 )
 
 
@@ -38,6 +40,7 @@ class Pair:
         where: Split, context, kernel and layers, in words.
         variant: Of the whole step.
         gpus: That it ran on.
+        shared: Whether ranks shared its micro-batches.
         whole: Its seconds.
         composed: Seconds of the same step put together.
     """
@@ -46,6 +49,7 @@ class Pair:
     where: str
     variant: str
     gpus: int
+    shared: bool
     whole: float
     composed: float
 
@@ -74,14 +78,14 @@ def pairs(whole: Sequence[MeasuredLaunch], stages: Sequence[Launch]) -> list[Pai
     """The steps that can be compared.
 
     Args:
-        whole: Launches of ``end_to_end.py``; of these, the pipelines of one replica without tensor parallelism count.
+        whole: Launches of ``end_to_end.py``; of these, those of one replica without tensor parallelism count.
         stages: Launches of ``stage_times.py``.
     """
     known = _samples(stages)
     return [
         pair
         for launch in whole
-        if launch.layout is not None and launch.split.dp_size == launch.split.tp_size == 1
+        if launch.split.dp_size == launch.split.tp_size == 1 and launch.split.gpus > 1
         for pair in _pairs_of(launch, known)
     ]
 
@@ -89,7 +93,7 @@ def pairs(whole: Sequence[MeasuredLaunch], stages: Sequence[Launch]) -> list[Pai
 def figures(found: Sequence[Pair]) -> dict[str, float]:
     """For RESULT: the largest error of a step, and the largest difference of variants' mean errors in a launch.
 
-    The second is what speed-ups put together are wrong by, as far as these steps tell. Without steps there is neither.
+    The second is what ratios of these variants are wrong by if they are composed. Without steps there is neither.
     """
     if not found:
         return {}
@@ -116,23 +120,30 @@ def table(found: Sequence[Pair]) -> str:
         lines.append(
             f"| {where} | {variant} | {len(own)} | {whole:.3f} | {composed:.3f} | {composed / whole - 1:+.1%} |"
         )
-    return "\n".join([*lines, "", f"{_range(found)}."])
+    return "\n".join([*lines, "", _said(found)])
 
 
 def sentence(found: Sequence[Pair]) -> str:
     """What README says of it; nothing without a step."""
-    return f"{_range(found)} ([table](docs/results.md#composed-steps-beside-whole-ones))." if found else ""
+    return f"{_said(found)} [All of them](docs/results.md#composed-steps-beside-whole-ones)." if found else ""
 
 
-def _range(found: Sequence[Pair]) -> str:
-    errors = [pair.error for pair in found]
+def _said(found: Sequence[Pair]) -> str:
+    """Context parallelism apart, whose exchange is simulated; and of which variants there is no step."""
+    parts = [
+        (f"of {len(own)} {name}", [pair.error for pair in own])
+        for name, own in (
+            ("without context parallelism", [pair for pair in found if not pair.shared]),
+            ("with it and its simulated exchange", [pair for pair in found if pair.shared]),
+        )
+        if own
+    ]
+    ranges = "; ".join(f"{name} by {min(errors):+.1%} to {max(errors):+.1%}" for name, errors in parts)
     gpus = " and ".join(map(str, sorted({pair.gpus for pair in found})))
     spread = figures(found).get("composition_spread")
-    alike = "" if spread is None else f"; in a launch, variants differ in that by {spread:.1%} at most"
-    return (
-        f"Of {len(found)} steps that were measured whole as well, on {gpus} GPUs, the composed ones differ by "
-        f"{min(errors):+.1%} to {max(errors):+.1%}{alike}"
-    )
+    alike = "" if spread is None else f" In a launch, variants differ in that by {spread:.1%} at most."
+    wlb = "" if any(pair.variant == WLB for pair in found) else f" None is `{WLB}`'s, which packs differently in each."
+    return f"Composed steps differ from those that were measured whole as well, on {gpus} GPUs: {ranges}.{alike}{wlb}"
 
 
 def _variant_errors(found: Sequence[Pair]) -> dict[str, list[float]]:
@@ -179,8 +190,7 @@ def _sharding(cp_size: int, strategy: str) -> tuple[int, str] | None:
 
 
 def _pairs_of(launch: MeasuredLaunch, known: Mapping[tuple[Any, ...], _Sample]) -> Iterator[Pair]:
-    assert launch.layout is not None
-    sizes = launch.layout.sizes
+    sizes = [launch.config.num_hidden_layers] if launch.layout is None else launch.layout.sizes
     where = f"{launch.split.label}, {launch.context_length // 1024}K, {launch.kernel}, {', '.join(map(str, sizes))}"
     kind = (launch.model, launch.kernel, launch.device, launch.gradient_checkpointing, launch.compiled)
     for variant in launch.variants:
@@ -191,7 +201,8 @@ def _pairs_of(launch: MeasuredLaunch, known: Mapping[tuple[Any, ...], _Sample]) 
             keys = [(*kind, *sharding, lengths) for lengths in _lengths(step)]
             if all(key in known for key in keys):
                 composed = _composed([known[key] for key in keys], _lengths(step), sizes)
-                yield Pair(launch.name, where, variant.system.name, launch.split.gpus, step.seconds, composed)
+                gpus, shared = launch.split.gpus, launch.split.cp_size > 1
+                yield Pair(launch.name, where, variant.system.name, gpus, shared, step.seconds, composed)
 
 
 def _lengths(step: MeasuredStep) -> list[tuple[int, ...]]:

@@ -69,7 +69,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--show", action="store_true", help="only show what the results hold")
     parser.add_argument("--write-readme", action="store_true", help="only renew the tables of docs/results.md")
     options = parser.parse_args(given)
-    if min(options.rounds, options.warmups, options.processes or 1) < 1:
+    if min(options.rounds, options.warmups, 1 if options.processes is None else options.processes) < 1:
         parser.error("--rounds, --warmups and --processes must be at least 1")
     return options
 

@@ -30,7 +30,7 @@ from end_to_end_cases import (
     streams,
     turns,
 )
-from exchange_prices import exchange_cluster, exchange_row, with_exchange
+from exchange_prices import CLUSTER, exchange_cluster, with_exchange
 from transformers import PrinterCallback, TrainerCallback
 
 from hf_wlb import WLBDataCollator, WLBTrainer, WLBTrainingArguments
@@ -295,8 +295,8 @@ def workload_of(args: WLBTrainingArguments, config: Any, settings: Settings) -> 
     """What the arguments say that documents cost; a profile that has no exchange gets the simulator's price of it."""
     alone = copy.copy(args)
     alone.cp_size = 1  # what the arguments would refuse to do without is added here
-    cluster = exchange_cluster(exchange_row(settings.kernel)["cluster"], device_name(args.device))
-    return with_exchange(alone.workload_model(config), settings.cp_size, cluster)
+    workload = alone.workload_model(config)
+    return with_exchange(workload, settings.cp_size, exchange_cluster(CLUSTER, device_name(args.device)))
 
 
 def launch_line(

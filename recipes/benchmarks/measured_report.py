@@ -26,8 +26,10 @@ LAUNCHES = {
 #: What WLB is compared with, by the name of its speed-up.
 COMPARED = {"speedup": "Plain-4D", "speedup_vs_concat_cut": "Plain-4D that cuts documents"}
 _SPEED_UPS = (
-    "Measured. Speed-ups: tokens per second of whole training steps over the same documents, all systems taking turns "
-    "in one launch (split, context, attention kernel); intervals by resampling its rounds, where there are 3 or more."
+    "Measured. Speed-ups: tokens per second of whole training steps, all systems taking turns in one launch (split, "
+    "context, attention kernel). Systems train the same stream of documents, of which each runs a sample of its own "
+    "steps: what the cost model says of sample and stream corrects for that. Intervals are by resampling rounds, where "
+    "there are 3 or more; with 3 they reach from the lowest to the highest, and hold the truth less often than 95%."
 )
 _COMPOSED = (
     "Rows that are *put together by 1F1B* come from every micro-batch's layer and head times on one GPU: neither "
@@ -135,7 +137,9 @@ def speed_up_rows(whole: WlbSteps) -> list[Row]:
     rows: list[Row] = []
     for label, launch in whole.best.items():
         found = whole.of_wlb.get(label, {})
+        layers = launch.about["settings"]["layers"]
         on = f"{whole.on(label)}, {end_to_end_report.rounds_text(len(launch.rounds))}"
+        on += f", {layers} layers" if layers else ""
         rows += [
             (f"WLB over {other}, `{label}`", f"{found[name]:.3f}x", _interval(found[f"{name}_interval"]), on)
             for name, other in COMPARED.items()

@@ -99,7 +99,9 @@ def _rows(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for launch, check in checks:
+        layers = [launch.config.num_hidden_layers] if launch.layout is None else launch.layout.sizes
         where = f"{launch.split.label}, {launch.context_length // 1024}K, {launch.kernel}"
+        where += f", {' + '.join(map(str, layers))} layers"
         for variant, measured in zip(check.variants, launch.variants, strict=True):
             spans = "" if variant.composed is None else f"{variant.composed / variant.measured - 1:+.1%}"
             lines.append(

@@ -66,8 +66,8 @@ _WHAT = (
     "that steps were planned by says of the sample and of the stream: speed-ups are those of whole streams, and "
     "columns from *slowest* to *step* are not to be compared down a table. Intervals are by resampling rounds, of "
     "which there are few: of normal samples such intervals hold the truth in 72% (3 rounds) to 85% (6 rounds) of "
-    "cases. Launches of different commits ran on different machines, on which the same micro-batches took times up to "
-    "about 3% apart."
+    "cases. Launches of different commits ran on different machines, on which the same micro-batches took times 1 to "
+    "3% apart in the median, and up to 6%."
 )
 #: Said below it where ranks share micro-batches.
 _SHARED = (

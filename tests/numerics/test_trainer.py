@@ -318,23 +318,6 @@ def test_no_layer_reads_the_documents_bounds_back(tmp_path: Path, monkeypatch: A
     assert trainer.attention_kernels == ("reference",)
 
 
-def test_what_wraps_the_model_is_not_taken_off_for_every_micro_batch(tmp_path: Path, monkeypatch: Any) -> None:
-    """It takes Accelerate some milliseconds."""
-    trainer, _ = trainer_of(tmp_path, max_steps=4)
-    calls: list[Any] = []
-    unwrap = trainer.accelerator.unwrap_model
-    monkeypatch.setattr(
-        trainer.accelerator, "unwrap_model", lambda *given, **kw: calls.append(1) or unwrap(*given, **kw)
-    )
-    trainer.train()
-    few = len(calls)
-    trainer.args.max_steps = 8
-    trainer.train()
-    assert len(calls) - few == few
-    trainer.model = tiny_llama()  # as hyperparameter searches do
-    assert trainer._causal_lm is trainer.model
-
-
 # ---- what is refused ----
 
 

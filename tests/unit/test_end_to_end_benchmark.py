@@ -370,6 +370,12 @@ def test_a_job_goes_on_where_the_last_one_ended(modules, tmp_path) -> None:
     assert found.profile.endswith("/a/b.json") and found.settings.profile == "b"  # results hold no folders
 
 
+def test_no_processes_at_all_are_refused(modules, capsys) -> None:
+    with pytest.raises(SystemExit):
+        modules.main.arguments(["--processes", "0"])
+    assert "--rounds, --warmups and --processes must be at least 1" in capsys.readouterr().err
+
+
 def test_a_wrong_variant_ends_with_a_sentence(modules, capsys, tmp_path) -> None:
     assert modules.main.main(["--quick", "--only", "faster", "--output", str(tmp_path / "r.jsonl")]) == 2
     assert "Error: There is no variant faster" in capsys.readouterr().err

@@ -269,7 +269,7 @@ def test_the_summary_by_hand(modules, report) -> None:
         "a step of `WLBTrainer` against a bare loop's",
         "held-out loss after `steady` against sequential packing",
     ]
-    assert rows[1][1:] == ["3.000x", "3.000 to 3.000", "2 x GPU, 3 rounds"]
+    assert rows[1][1:] == ["3.000x", "3.000 to 3.000", "2 x GPU, 3 rounds, 11 layers"]
     assert [row[1].strip() for row in rows[2:]] == ["25.0%", "50.0%", "1.500%", "+2.0%", "-0.30%"]
     assert [row[-1] for row in rows[2:]] == ["2 x GPU", "2 x NVIDIA H100", "2 x GPU", "1 x NVIDIA H100", "1 x GPU"]
     last = text.splitlines()[-1]  # two stages are none of the launches that are asked for
@@ -280,7 +280,7 @@ def test_the_summary_by_hand(modules, report) -> None:
 def test_the_summary_has_no_interval_for_few_rounds_and_says_what_is_missing(modules, report) -> None:
     launches = report.end_to_end_report.read_launches(whole_steps(modules, rounds=2))
     text = modules.measured_report.summary(launches, None, None)
-    assert f"| WLB over Plain-4D, `{LABEL}` | 3.000x |  | 2 x GPU, 2 rounds |" in text
+    assert f"| WLB over Plain-4D, `{LABEL}` | 3.000x |  | 2 x GPU, 2 rounds, 11 layers |" in text
     assert text.endswith("; what `WLBTrainer` adds to a bare loop; convergence.")
     nothing = {"changes": {}, "noise": None, "noise_of": "other orders", "on": ""}
     alone = modules.measured_report.summary(None, None, None)

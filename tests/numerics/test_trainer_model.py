@@ -1,0 +1,32 @@
+"""How the trainer finds its model behind whatever wraps it."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny_llama import tiny_llama
+from tests.support.training import trainer_of
+
+
+def test_what_wraps_the_model_is_not_taken_off_for_every_micro_batch(tmp_path: Path, monkeypatch: Any) -> None:
+    """It takes Accelerate some milliseconds."""
+    trainer, _ = trainer_of(tmp_path, max_steps=4)
+    calls: list[Any] = []
+    unwrap = trainer.accelerator.unwrap_model
+    monkeypatch.setattr(
+        trainer.accelerator, "unwrap_model", lambda *given, **kw: calls.append(1) or unwrap(*given, **kw)
+    )
+    trainer.train()
+    few = len(calls)
+    trainer.args.max_steps = 8
+    trainer.train()
+    assert len(calls) - few == few
+    trainer.model = tiny_llama()  # as hyperparameter searches do
+    assert trainer._causal_lm is trainer.model
+
+
+def test_a_trainer_can_be_pickled(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path)
+    assert trainer._causal_lm is trainer.model
+    copied = pickle.loads(pickle.dumps(trainer))
+    assert copied._causal_lm is copied.model is not trainer.model

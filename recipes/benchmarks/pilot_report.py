@@ -52,7 +52,7 @@ def with_documents(launches: Iterable[Launch]) -> list[MeasuredLaunch]:
 
 def whole_table(launches: Iterable[Launch]) -> str:
     """The steps of ``end_to_end.py`` beside simulated ones, as the pilot's are shown."""
-    found = _whole(json.dumps([[launch.about, launch.rounds] for launch in launches]))
+    found = _whole(launches)
     if not found:
         return "No launch holds the documents of its steps, so none is simulated."
     return "\n".join(
@@ -66,7 +66,7 @@ def whole_table(launches: Iterable[Launch]) -> str:
 
 def whole_figures(launches: Iterable[Launch]) -> dict[str, float | None]:
     """For RESULT: the largest error of a variant's mean step, and whether variants are ranked as measured."""
-    found = _whole(json.dumps([[launch.about, launch.rounds] for launch in launches]))
+    found = _whole(launches)
     ranks = [check.ranks_equal for _, check in found if check.ranks_equal is not None]
     return {
         "whole_prediction_error": round(max(check.worst_error for _, check in found), 4) if found else None,
@@ -74,8 +74,13 @@ def whole_figures(launches: Iterable[Launch]) -> dict[str, float | None]:
     }
 
 
+def _whole(launches: Iterable[Launch]) -> list[tuple[MeasuredLaunch, LaunchCheck]]:
+    return _whole_of(json.dumps([[launch.about, launch.rounds] for launch in launches]))
+
+
 @lru_cache(maxsize=4)
-def _whole(launches: str) -> list[tuple[MeasuredLaunch, LaunchCheck]]:
+def _whole_of(launches: str) -> list[tuple[MeasuredLaunch, LaunchCheck]]:
+    """The table and the figures ask for the same, which takes seconds."""
     return [_checked(one) for one in with_documents(Launch(*given) for given in json.loads(launches))]
 
 

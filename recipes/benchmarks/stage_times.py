@@ -67,10 +67,18 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp4cp2_128k_fa4": {"context_length": 128 * K, "kernel": "flash-attn-4", "cp_size": 2},
     "pp4cp2_64k_fa4": {"context_length": 64 * K, "kernel": "flash-attn-4", "cp_size": 2},
     "pp2dp2cp2_128k_fa4": {
-        **{"context_length": 128 * K, "kernel": "flash-attn-4", "pp_size": 2, "cp_size": 2, "processes": 8},
+        "context_length": 128 * K,
+        "kernel": "flash-attn-4",
+        "pp_size": 2,
+        "cp_size": 2,
+        "processes": 8,
     },
     "pp2dp2cp2_64k_fa4": {
-        **{"context_length": 64 * K, "kernel": "flash-attn-4", "pp_size": 2, "cp_size": 2, "processes": 8},
+        "context_length": 64 * K,
+        "kernel": "flash-attn-4",
+        "pp_size": 2,
+        "cp_size": 2,
+        "processes": 8,
     },
 }
 DEFAULT = ("pp4_128k_fa2", "pp4_128k_fa4", "pp4_64k_fa2", "pp4_64k_fa4")

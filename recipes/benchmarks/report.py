@@ -237,11 +237,14 @@ def load(folder: Path) -> dict[str, Any]:
     }
 
 
-def generated(results: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def generated(
+    results: Mapping[str, Any], compared: Sequence[composition_report.Pair] = ()
+) -> dict[str, dict[str, str]]:
     """What belongs between the marks: name of the marks -> Markdown, by page.
 
     Args:
         results: By file, as ``load`` gives them.
+        compared: See ``composition``.
     """
     pages: dict[str, dict[str, str]] = {}
     for benchmark in BENCHMARKS:
@@ -249,7 +252,6 @@ def generated(results: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         for page, name, table in benchmark.tables:
             with benchmark.damage_named():
                 pages.setdefault(page, {})[name] = benchmark.absent() if found is None else table(found)
-    compared = composition(results)
     pages.setdefault(PAGE, {})[COMPOSITION] = composition_report.table(compared)
     pages.setdefault(README, {})[SUMMARY] = summary(results, compared)
     return pages
@@ -321,14 +323,15 @@ def renewed(text: str, tables: Mapping[str, str], page: str) -> str:
     return text
 
 
-def differences(root: Path) -> list[str]:
+def differences(root: Path, tables_of: Mapping[str, Mapping[str, str]]) -> list[str]:
     """The tables that are not what the committed results give: a sentence for every page with any.
 
     Args:
         root: The repository's folder.
+        tables_of: By page, as ``generated`` gives them.
     """
     sentences = []
-    for page, tables in generated(load(root / RESULTS)).items():
+    for page, tables in tables_of.items():
         text = page_text(root, page)
         if renewed(text, tables, page) != text:
             wrong = [name for name, table in tables.items() if between_marks(text, table, *marks(name), page) != text]
@@ -336,14 +339,15 @@ def differences(root: Path) -> list[str]:
     return sentences
 
 
-def missing_pictures(root: Path) -> list[str]:
+def missing_pictures(root: Path, results: Mapping[str, Any]) -> list[str]:
     """A sentence for every picture that results are there for and that is not.
 
     Args:
         root: The repository's folder.
+        results: By file, as ``load`` gives them.
     """
     sentences = []
-    for file, found in load(root / RESULTS).items():
+    for file, found in results.items():
         benchmark = _of(file)
         with benchmark.damage_named():
             pictures = benchmark.pictures(found)
@@ -355,11 +359,16 @@ def missing_pictures(root: Path) -> list[str]:
     return sentences
 
 
-def renew(root: Path) -> list[str]:
-    """Writes pages and pictures; returns the pages that changed."""
-    results = load(root / RESULTS)
+def renew(root: Path, results: Mapping[str, Any], tables_of: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Writes pages and pictures; returns the pages that changed.
+
+    Args:
+        root: The repository's folder.
+        results: By file, as ``load`` gives them.
+        tables_of: By page, as ``generated`` gives them.
+    """
     texts = {page: page_text(root, page) for page in (README, PAGE)}
-    pages = {page: renewed(texts[page], tables, page) for page, tables in generated(results).items()}
+    pages = {page: renewed(texts[page], tables, page) for page, tables in tables_of.items()}
     for page, text in pages.items():
         (root / page).write_text(text, encoding="utf-8")
     for benchmark in BENCHMARKS:
@@ -369,8 +378,12 @@ def renew(root: Path) -> list[str]:
     return [page for page, text in pages.items() if text != texts[page]]
 
 
-def result(results: Mapping[str, Any]) -> dict[str, Any]:
+def result(results: Mapping[str, Any], compared: Sequence[composition_report.Pair] = ()) -> dict[str, Any]:
     """The RESULT line.
+
+    Args:
+        results: By file, as ``load`` gives them.
+        compared: See ``composition``.
 
     Raises:
         ValueError: If two benchmarks call a figure the same.
@@ -382,7 +395,7 @@ def result(results: Mapping[str, Any]) -> dict[str, Any]:
         if twice:
             raise ValueError(f"{benchmark.file} and another results file both have {', '.join(twice)}: rename one")
         line |= part
-    return line | composition_report.figures(composition(results))
+    return line | composition_report.figures(compared)
 
 
 def not_measured(line: Mapping[str, Any]) -> list[str]:
@@ -403,11 +416,14 @@ def main(given: Sequence[str] | None = None, root: Path = REPOSITORY) -> int:
     )
     options = parser.parse_args(given)
     try:
+        results = load(root / RESULTS)
+        compared = composition(results)
+        tables_of = generated(results, compared)
         if options.check:
-            found = [*differences(root), *missing_pictures(root)]
+            found = [*differences(root, tables_of), *missing_pictures(root, results)]
         else:
-            found = [f"renewed: {page}" for page in renew(root)]
-        line = result(load(root / RESULTS))
+            found = [f"renewed: {page}" for page in renew(root, results, tables_of)]
+        line = result(results, compared)
     except (ValueError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2

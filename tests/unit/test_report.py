@@ -56,6 +56,16 @@ def copy(report, tmp_path):
 
 
 @pytest.fixture
+def small(report, copy):
+    """The pages and the results that tables are quickly made from, without those of training steps."""
+    for file in (copy / report.RESULTS).glob("*.jsonl"):
+        file.unlink()
+    for page, tables in report.generated(report.load(copy / report.RESULTS)).items():
+        (copy / page).write_text(report.renewed((copy / page).read_text(), tables, page))
+    return copy
+
+
+@pytest.fixture
 def bare(report, copy):
     """The pages without any results."""
     for file in (copy / report.RESULTS).iterdir():
@@ -75,8 +85,9 @@ def whole_steps(modules, micro_batches: int = 8, rounds: int = 3) -> str:
 # ---- pages and results ----
 
 
-def test_the_pages_show_the_committed_results(report) -> None:
-    assert report.differences(REPOSITORY) == []
+def differences(report, folder) -> list[str]:
+    results = report.load(folder / report.RESULTS)
+    return report.differences(folder, report.generated(results, report.composition(results)))
 
 
 def test_every_mark_is_one_that_tables_are_generated_for(report) -> None:
@@ -87,25 +98,25 @@ def test_every_mark_is_one_that_tables_are_generated_for(report) -> None:
     assert set(re.findall(r'"<!-- ([\w-]+):begin -->"', sources)) <= {name for _, name in made}
 
 
-def test_control_a_changed_page_is_named_and_left_alone(report, copy, capsys) -> None:
-    page = copy / report.PAGE
+def test_control_a_changed_page_is_named_and_left_alone(report, small, capsys) -> None:
+    page = small / report.PAGE
     before = page.read_text()
     page.write_text(before.replace("| steady |  | 1.012 |", "| steady |  | 1.011 |"))
     changed = page.read_text()
-    assert changed != before and report.main(["--check"], copy) == 1
+    assert changed != before and report.main(["--check"], small) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("docs/results.md differs from recipes/benchmarks/results in packing-table: run python")
     assert sum("differs" in line for line in printed) == 1 and page.read_text() == changed
     page.write_text(before)
-    assert report.main(["--check"], copy) == 0 and "differs" not in capsys.readouterr().out
+    assert report.main(["--check"], small) == 0 and "differs" not in capsys.readouterr().out
 
 
-def test_control_a_changed_result_is_noticed_on_both_pages(report, copy) -> None:
-    file = copy / report.RESULTS / "packing.json"
+def test_control_a_changed_result_is_noticed_on_both_pages(report, small) -> None:
+    file = small / report.RESULTS / "packing.json"
     results = json.loads(file.read_text())
     results["sources"][results["result"]["lengths"]]["table"][1]["imbalance"] += 0.01
     file.write_text(json.dumps(results))
-    found = report.differences(copy)
+    found = differences(report, small)
     assert [sentence.split()[0] for sentence in found] == ["README.md", "docs/results.md"]
     assert "packing-summary: run" in found[0] and "packing-table: run" in found[1]
 
@@ -117,13 +128,13 @@ def test_control_a_changed_result_is_noticed_on_both_pages(report, copy) -> None
         ("# Results\n", "# Results\n<!-- other:begin -->\n", "docs/results.md has marks that nothing is generated for"),
     ],
 )
-def test_wrong_marks_are_one_sentence_and_nothing_is_written(report, copy, capsys, old, new, sentence) -> None:
-    page, readme = copy / report.PAGE, copy / report.README
+def test_wrong_marks_are_one_sentence_and_nothing_is_written(report, small, capsys, old, new, sentence) -> None:
+    page, readme = small / report.PAGE, small / report.README
     page.write_text(page.read_text().replace(old, new, 1))
     readme.write_text(readme.read_text().replace("| steady |  | 1.012 |", "| steady |  | 1.011 |"))
     for given in ([], ["--check"]):
         before = page.read_text(), readme.read_text()
-        assert report.main(given, copy) == 2
+        assert report.main(given, small) == 2
         assert f"Error: {sentence}" in capsys.readouterr().err and before == (page.read_text(), readme.read_text())
 
 
@@ -136,7 +147,7 @@ def last_line(capsys) -> tuple[list[str], dict]:
     return sentences, json.loads(last.removeprefix("RESULT "))
 
 
-def test_result_has_what_is_asked_for_and_what_the_committed_files_hold(report, capsys) -> None:
+def test_the_pages_show_the_committed_results_and_result_has_their_figures(report, capsys) -> None:
     assert report.main(["--check"]) == 0
     sentences, result = last_line(capsys)
     committed = json.loads((REPOSITORY / report.RESULTS / "context_parallel.json").read_text())["result"]
@@ -235,10 +246,10 @@ def test_stage_times_make_room_for_whole_steps(modules, report) -> None:
     assert others == modules.measured_report.summary(None, None, None)
 
 
-def test_two_figures_of_one_name_are_refused(report, copy, monkeypatch, capsys) -> None:
+def test_two_figures_of_one_name_are_refused(report, small, monkeypatch, capsys) -> None:
     other = replace(report.BENCHMARKS[1], file="other.json", tables=())
     monkeypatch.setattr(report, "BENCHMARKS", (*report.BENCHMARKS, other))
-    assert report.main(["--check"], copy) == 2
+    assert report.main(["--check"], small) == 2
     assert "other.json and another results file both have choice_agreement" in capsys.readouterr().err
 
 
@@ -313,19 +324,20 @@ def test_the_part_about_groups_of_kv_heads_is_shown(report, modules) -> None:
 
 
 @pytest.mark.parametrize("content", ["half", "", "\n", "{}", "[]", "3", '{"a": 1}', '["a"]'])
-def test_a_damaged_results_file_is_one_sentence_with_its_name_and_command(report, copy, capsys, content) -> None:
-    folder = copy / report.RESULTS
+def test_a_damaged_results_file_is_one_sentence_with_its_name_and_command(report, small, capsys, content) -> None:
+    folder = small / report.RESULTS
     if content != "half":  # beside results that are whole once only: their tables take a while
         for file in folder.glob("*.json*"):
             file.unlink()
     for benchmark in report.BENCHMARKS:
-        file = folder / benchmark.file
+        file, committed = folder / benchmark.file, REPOSITORY / report.RESULTS / benchmark.file
         before = file.read_text() if file.is_file() else None
+        whole = committed.read_text() if committed.is_file() else '{"a": 1}'
         # Of lines of JSON, a last one that was broken off is left out: so half of the first.
-        whole = '{"a": 1}' if before is None else before.split("\n")[0] if file.suffix == ".jsonl" else before
+        whole = whole.split("\n")[0] if file.suffix == ".jsonl" else whole
         file.write_text(whole[: len(whole) // 2] if content == "half" else content)
         for given in (["--check"], []):
-            assert report.main(given, copy) == 2
+            assert report.main(given, small) == 2
             printed = capsys.readouterr()
             assert printed.out == "" and printed.err.count("\n") == 1
             assert printed.err.startswith(f"Error: recipes/benchmarks/results/{benchmark.file} is damaged or not what ")
@@ -335,39 +347,37 @@ def test_a_damaged_results_file_is_one_sentence_with_its_name_and_command(report
         else:
             file.write_text(before)
     if content == "half":
-        assert report.differences(copy) == []
+        assert differences(report, small) == []
 
 
-def test_a_results_file_without_one_of_its_parts_is_never_a_traceback(report, modules, copy, capsys) -> None:
-    (copy / report.RESULTS / "trainer.json").write_text(json.dumps(trainer_results(modules, two_gpus(modules))))
-    for file in (copy / report.RESULTS).glob("*.jsonl"):  # they have no parts, but tables that take a while
-        file.unlink()
+def test_a_results_file_without_one_of_its_parts_is_never_a_traceback(report, modules, small, capsys) -> None:
+    (small / report.RESULTS / "trainer.json").write_text(json.dumps(trainer_results(modules, two_gpus(modules))))
     named = 0
-    for file in sorted((copy / report.RESULTS).glob("*.json")):
+    for file in sorted((small / report.RESULTS).glob("*.json")):
         before = file.read_text()
         whole = json.loads(before)
         for part in whole:
             file.write_text(json.dumps({name: value for name, value in whole.items() if name != part}))
-            if report.main(["--check"], copy) == 2:
+            if report.main(["--check"], small) == 2:
                 assert f"results/{file.name} is damaged" in capsys.readouterr().err
                 named += 1
         file.write_text(before)
     assert named >= 10
 
 
-def test_a_missing_page_is_a_sentence(report, copy, capsys) -> None:
-    (copy / report.PAGE).unlink()
-    before = (copy / report.README).read_text()
+def test_a_missing_page_is_a_sentence(report, small, capsys) -> None:
+    (small / report.PAGE).unlink()
+    before = (small / report.README).read_text()
     for given in (["--check"], []):
-        assert report.main(given, copy) == 2
+        assert report.main(given, small) == 2
         assert capsys.readouterr().err.startswith("Error: docs/results.md is missing: restore it, ")
-    assert (copy / report.README).read_text() == before and not (copy / report.PAGE).exists()
+    assert (small / report.README).read_text() == before and not (small / report.PAGE).exists()
 
 
-def test_a_missing_picture_is_named(report, copy, capsys) -> None:
+def test_a_missing_picture_is_named(report, small, capsys) -> None:
     for name in ("time_against_waiting_64.png", "simulated_fig14.png"):
-        (copy / report.RESULTS / name).unlink()
-    assert report.main(["--check"], copy) == 1
+        (small / report.RESULTS / name).unlink()
+    assert report.main(["--check"], small) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if ".png" in line]
     assert [line.split(" is missing")[0] for line in lines] == [
         "recipes/benchmarks/results/time_against_waiting_64.png, drawn from packing.json,",

@@ -27,6 +27,13 @@ _SYSTEMS: dict[str, tuple[tuple[str, ...], str]] = {
     "plain-4d": (("next-fit",), "per_sequence"),
     "fixed-4d": (("greedy",), "per_document"),
 }
+#: What only some packers look at.
+_OPTIONS_OF_PACKERS = {
+    "max_tokens_per_micro_batch": ("steady", "wlb"),
+    "outlier_thresholds": ("wlb",),
+    **dict.fromkeys(("outlier_tokens", "max_time_gap", "max_wait_steps", "max_waiting_contexts"), ("steady",)),
+    "window_steps": ("greedy",),
+}
 #: What fsdp_config may set.
 _FSDP_OPTIONS = ("reshard_after_forward", "cpu_offload", "transformer_layer_cls_to_wrap")
 #: What it may say besides, because that is what happens anyway.
@@ -224,6 +231,7 @@ class WLBTrainingArguments(TrainingArguments):
         self._check_loss()
         self._check_sharding()
         self._check_context_parallelism(self.packing_config(1))  # fails now, not on the cluster
+        self._warn_of_packer_options()
 
     def _choose_system(self) -> None:
         """Puts in the place of what is not given what the system is made of."""
@@ -239,6 +247,16 @@ class WLBTrainingArguments(TrainingArguments):
         )
         self.packer = self.packer or packers[0]
         self.cp_strategy = self.cp_strategy or strategy
+
+    def _warn_of_packer_options(self) -> None:
+        """No error: to compare packers, one changes the packer alone."""
+        for name, packers in _OPTIONS_OF_PACKERS.items():
+            default = next(own.default for own in fields(self) if own.name == name)
+            given = getattr(self, name)
+            if given != default and self.packer not in packers:
+                logger.warning(
+                    "%s=%s is for packer %s: %s does not look at it.", name, given, " or ".join(packers), self.packer
+                )
 
     def _check_loss(self) -> None:
         _require(

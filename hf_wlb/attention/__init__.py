@@ -12,6 +12,7 @@ from hf_wlb.attention.kernels import (
     warm_up,
 )
 from hf_wlb.attention.meter import KernelMeter
+from hf_wlb.attention.positions import PositionLimit, position_limit
 from hf_wlb.attention.registration import document_attention_enabled, register
 from hf_wlb.attention.segments import Segments
 
@@ -23,6 +24,7 @@ __all__ = [
     "KernelRequest",
     "KeyValueExchange",
     "LayerAttention",
+    "PositionLimit",
     "Segments",
     "ShardTensors",
     "attend",
@@ -30,6 +32,7 @@ __all__ = [
     "check_isolation",
     "choose_kernel",
     "document_attention_enabled",
+    "position_limit",
     "register",
     "warm_up",
 ]

@@ -127,7 +127,6 @@ class WLBDataCollator:
         documents = [
             read_tokens(feature, f"Document {place} of the micro-batch") for place, feature in enumerate(features)
         ]
-        _refuse_packed_rows(features)
         for place, document in enumerate(documents):
             self._check_length(len(document.input_ids), place)
         if self.sharder is not None and self.cp_size > 1:
@@ -148,7 +147,8 @@ class WLBDataCollator:
         if limit is not None and length > limit:
             raise ValueError(
                 f"Document {place} of the micro-batch has {length:,} tokens, more than the {limit:,} positions of the "
-                f"model (max_position_embeddings). Split it: max_document_tokens={limit} in PackingConfig does so."
+                "model (max_position_embeddings; of longrope, those before its other factors). Split it: "
+                f"max_document_tokens={limit} in PackingConfig does so."
             )
 
 
@@ -190,19 +190,3 @@ def _already_collated(features: Sequence[Mapping[str, Any]], cp_size: int) -> di
             f"collator is for {cp_size}. Give the sharder to the collator that gets the documents."
         )
     return dict(features[0])
-
-
-def _refuse_packed_rows(features: Sequence[Mapping[str, Any]]) -> None:
-    for feature in features:
-        if "document_lengths" in feature:
-            raise ValueError(
-                "These rows come from pack_dataset: each holds a whole micro-batch, and their order matters. Use "
-                "packed.data_collator() (a PackedDataCollator) instead of WLBDataCollator."
-            )
-        packed = feature.get("seq_lengths")
-        if packed is not None and len(packed) > 1:
-            raise ValueError(
-                f"A row holds {len(packed)} documents that were packed before (its column seq_lengths says so), and "
-                "they would be trained as one. Switch that packing off (packing=False in SFTConfig); this collator "
-                "packs."
-            )

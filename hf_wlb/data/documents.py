@@ -18,7 +18,10 @@ from hf_wlb.sharding import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 
-_TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask")
+#: Columns that say which tokens to train, in the place of labels: of TRL, and of chat templates.
+_TARGET_COLUMNS = ("completion_mask", "assistant_masks", "assistant_mask")
+_PACKED_COLUMNS = ("document_lengths", "seq_lengths")
+_TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", *_TARGET_COLUMNS, *_PACKED_COLUMNS)
 
 _CHECKED = 32  # documents that a checksum looks at
 
@@ -79,12 +82,14 @@ def read_tokens(row: Any, name: str) -> Tokens:
 
     Args:
         row: A mapping with ``input_ids`` and perhaps ``labels``: lists, NumPy arrays or tensors of one dimension.
-            Other columns are ignored, but an ``attention_mask`` must not mask anything.
+            Other columns are ignored, but an ``attention_mask`` must not mask anything, nor a ``completion_mask`` or
+            ``assistant_masks`` without labels, and no column may say that several documents were packed into the row.
         name: The document, for errors, such as ``"Document 3"``.
 
     Raises:
         ValueError: If there are no ``input_ids``, they are no flat list of integers, the labels are of another
-            length, or the attention mask holds zeros (padding).
+            length, the attention mask holds zeros (padding), another mask leaves tokens out and there are no labels,
+            or the row was packed before.
     """
     if not isinstance(row, Mapping):
         raise ValueError(
@@ -96,8 +101,10 @@ def read_tokens(row: Any, name: str) -> Tokens:
             f"{name} has no input_ids; its columns are {sorted(map(str, row))}. Tokenise the documents first, and keep "
             "the column (remove_unused_columns=False in TrainingArguments)."
         )
+    _refuse_packed_row(row, name)
     input_ids = _integers(row["input_ids"], "input_ids", name)
     labels = row.get("labels")
+    _refuse_other_targets(row, name)
     if labels is not None:
         labels = _integers(labels, "labels", name)
         if len(labels) != len(input_ids):
@@ -112,6 +119,32 @@ def read_tokens(row: Any, name: str) -> Tokens:
             "documents as they are (padding=False in the tokenizer call)."
         )
     return Tokens(input_ids, labels)
+
+
+def _refuse_packed_row(row: Mapping[str, Any], name: str) -> None:
+    if row.get("document_lengths") is not None:
+        raise ValueError(
+            f"{name} is a row of pack_dataset, which holds a whole micro-batch, and whose order matters. Train on such "
+            "rows with Trainer and packed.data_collator() (a PackedDataCollator); whatever packs takes the documents."
+        )
+    packed = row.get("seq_lengths")
+    if packed is not None and len(packed) > 1:
+        raise ValueError(
+            f"{name} holds {len(packed)} documents that were packed before (its column seq_lengths says so), and they "
+            "would be trained as one. Switch that packing off (packing=False in SFTConfig): documents are packed here."
+        )
+
+
+def _refuse_other_targets(row: Mapping[str, Any], name: str) -> None:
+    if row.get("labels") is not None:
+        return
+    for column in _TARGET_COLUMNS:
+        mask = row.get(column)
+        if mask is not None and not np.asarray(mask).all():
+            raise ValueError(
+                f"{name} has no labels, but its {column} leaves tokens out: all of them would be trained. Make a "
+                "column labels of it, the token where the mask is 1 and -100 where it is 0, or remove it."
+            )
 
 
 def _integers(values: Any, column: str, name: str) -> IntArray:
@@ -177,13 +210,15 @@ class DocumentDataset(torch.utils.data.Dataset[dict[str, IntArray]]):
         return tokens.piece(start, length)
 
     def checksum(self) -> int:
-        """CRC-32 of the tokens of up to 32 documents, evenly spread: for telling data sets apart, at little cost."""
+        """CRC-32 of tokens and labels of up to 32 documents, evenly spread: tells data sets apart at little cost."""
         count = len(self)
         places = sorted({place * (count - 1) // (_CHECKED - 1) for place in range(_CHECKED)}) if count else []
         crc = 0
         for place in places:
             tokens = read_tokens(self._rows[place], f"Document {place}")
-            crc = zlib.crc32(np.ascontiguousarray(tokens.input_ids, dtype=np.int64).tobytes(), crc)
+            for column in tokens:
+                if column is not None:
+                    crc = zlib.crc32(np.ascontiguousarray(column, dtype=np.int64).tobytes(), crc)
         return crc
 
 

@@ -22,6 +22,7 @@ from hf_wlb.data.progress import (
     fingerprint_of,
     planned_steps,
     warn_position_dropped,
+    whole_steps,
 )
 from hf_wlb.data.sampler import PlannedBatchSampler
 from hf_wlb.lengths import LengthArray
@@ -194,6 +195,12 @@ class WLBDataLoader(TellsProgress):
             name: value.to(self._device, non_blocking=True) if hasattr(value, "to") else value  # ShardTensors too
             for name, value in micro_batch.items()
         }
+
+    @property
+    def steps_handed_out(self) -> int:
+        """Whole steps of the present pass that were handed out, those before a resume included."""
+        position = self._loaded or self._position
+        return 0 if position is None else whole_steps(position["planner"], position["handed_out"], self.config)
 
     # ---- state ----
 

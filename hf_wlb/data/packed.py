@@ -91,6 +91,7 @@ def pack_dataset(
             "differently. Pack in one process beforehand, save_to_disk, and PackedDataset.load_from_disk on every rank."
         )
     dataset = _tokenized(dataset, config, tokenizer, text_column, num_proc)
+    DocumentDataset(dataset).checksum()  # reads some documents, so that faults of all are not wrapped in another's
     lengths = document_lengths(dataset)
     order = RandomOrder(len(lengths), seed, 0) if shuffle else StoredOrder(len(lengths))
     table, report = _plan(StepPlanner(ArraySource(lengths, order), workload, config))

@@ -57,7 +57,9 @@ class PackedDataCollator:
             )
         self._check_order(int(row["row"]), how_to_read)
         lengths = np.asarray(row["document_lengths"], dtype=np.int64).tolist()
-        tokens = read_tokens(row, f"Row {int(row['row'])}")
+        # Without what says that it is packed, which is refused elsewhere.
+        columns = {name: row[name] for name in ("input_ids", "labels")}
+        tokens = read_tokens(columns, f"Row {int(row['row'])}")
         if sum(lengths) != len(tokens.input_ids):
             raise ValueError(
                 f"Row {int(row['row'])} has {len(tokens.input_ids)} tokens but documents of {sum(lengths)}; it was "

@@ -211,6 +211,17 @@ def check_state(state: Mapping[str, Any], schema: str, what: str, parts: Sequenc
         )
 
 
+def whole_steps(before: Mapping[str, Any], handed_out: int, config: PackingConfig) -> int:
+    """Steps that are done in a pass.
+
+    Args:
+        before: The planner's state before the present step.
+        handed_out: Micro-batches of that step that were handed out to each replica.
+        config: With which it was planned.
+    """
+    return int(before["step"]) + int(handed_out >= config.micro_batches_per_replica)
+
+
 def warn_position_dropped(loaded: int, epoch: int) -> None:
     """Say that a loaded state is not used after all."""
     logger.warning(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import numpy as np
 
 from hf_wlb.data.documents import Tokens, read_tokens
@@ -113,7 +114,7 @@ class Stream:
             and callable(getattr(source, "load_state_dict", None))
             and not _shuffles_through_a_buffer(source)
         )
-        self._beginning = copy.deepcopy(source.state_dict()) if self.has_state else None
+        self._beginning = _beginning_of(source) if self.has_state else None
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to a source that wants to know it (to reshuffle)."""
@@ -129,6 +130,15 @@ class Stream:
     def state(self) -> Any:
         """Return the state after the document read last; None for a source without."""
         return copy.deepcopy(self._source.state_dict()) if self.has_state else None
+
+
+def _beginning_of(source: Any) -> Any:
+    """A state to start from.
+
+    A ``datasets`` stream tells where it was left, which may be in the middle of somebody's pass; it starts at the
+    beginning with the state of an epoch that it is not in.
+    """
+    return {"epoch": -1} if isinstance(source, datasets.IterableDataset) else copy.deepcopy(source.state_dict())
 
 
 def _shuffles_through_a_buffer(source: Any) -> bool:

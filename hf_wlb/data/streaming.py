@@ -22,6 +22,7 @@ from hf_wlb.data.progress import (
     fingerprint_of,
     planned_steps,
     warn_position_dropped,
+    whole_steps,
 )
 from hf_wlb.data.stream_source import Stream, StreamSnapshot, StreamSource
 from hf_wlb.packing import PackingConfig, StepPlanner
@@ -179,6 +180,12 @@ class StreamingPackedDataset(TellsProgress, torch.utils.data.IterableDataset[dic
         ]
         source.release(step.plan.documents)
         return features
+
+    @property
+    def steps_handed_out(self) -> int:
+        """Whole steps of the present pass that were handed out, those before a resume included."""
+        position = self._loaded or self._position
+        return 0 if position is None else whole_steps(position.planner, position.handed_out, self.config)
 
     # ---- state ----
 

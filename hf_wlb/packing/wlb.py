@@ -29,6 +29,8 @@ class WlbPacker(Packer):
     * At the end of the data queues and left-overs are flushed, over as many steps as they need.
     * New documents are read by a token budget that does not drift. None are read while a step's worth is left over,
       or a level still holds enough for another release: on data full of outliers the queue would grow without end.
+
+    How long a document waits is not bounded: its level is released once it holds enough of them, or at the end.
     """
 
     name = "wlb"

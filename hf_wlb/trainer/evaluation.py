@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
 from hf_wlb.accounting import TokenMean
-from hf_wlb.attention import document_attention_enabled
+from hf_wlb.attention import document_attention_enabled, position_limit
 from hf_wlb.data import WLBDataLoader
 from hf_wlb.packing import PackingConfig
 from hf_wlb.parallel import ParallelMesh, verify_settings
@@ -52,17 +52,12 @@ class PlannedEvaluation(TrainingLoss):
 
     def _check_positions(self, loader: WLBDataLoader) -> None:
         """Refuses documents that the model has no positions for now, not when their step comes."""
-        positions = getattr(self._causal_lm.config.get_text_config(), "max_position_embeddings", None)
-        lengths = loader.sampler.lengths
-        if positions is None or not len(lengths):
+        limit, lengths = position_limit(self._causal_lm.config), loader.sampler.lengths
+        if limit is None or not len(lengths):
             return
         longest = min(int(lengths.max()), loader.config.longest_document or loader.config.capacity)
-        if longest > positions:
-            raise ValueError(
-                f"a document of {longest:,} tokens would be trained whole, but the model has positions for "
-                f"{positions:,} (max_position_embeddings). Set max_document_tokens={positions} to have longer "
-                "documents split, or extend the model's positions."
-            )
+        if longest > limit.tokens:
+            raise ValueError(f"a document of {longest:,} tokens would be trained whole, but {limit.why}")
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
         """Also refuses what could not be evaluated on, before anything is trained."""

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from transformers import TrainingArguments
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from hf_wlb.data import WLBDataCollator
 from hf_wlb.training_args import WLBTrainingArguments
 
 logger = logging.getLogger(__name__)
 
+#: Collators that pad or pack and leave the documents' labels as they are.
+_PADDING = (
+    *(DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithFlattening, DataCollatorWithPadding),
+    DefaultDataCollator,
+)
 _SAMPLED = 1000  # documents to look at for the context length
 _ROUNDED_TO = 128  # tokens
 
@@ -67,12 +80,28 @@ def planned_arguments(args: TrainingArguments | None, train_dataset: Any) -> WLB
 
 
 def planned_collator(given: Any) -> WLBDataCollator | None:
-    """The user's collator if it packs, else None, with a warning that says so."""
+    """The user's collator if it packs, else None, with a warning that says so.
+
+    Raises:
+        ValueError: For one that may do more than to pad: its labels would be lost.
+    """
     if given is None or isinstance(given, WLBDataCollator):
         return given
+    if getattr(given, "mlm", False):
+        raise ValueError(
+            f"{type(given).__name__}(mlm=True) masks tokens to predict, but WLBTrainer trains causal language models "
+            "on every next token. Give mlm=False, or no data_collator."
+        )
+    if type(given) not in _PADDING and given is not default_data_collator:
+        name = getattr(given, "__name__", type(given).__name__)
+        raise ValueError(
+            f"data_collator {name} would not be called: WLBTrainer packs documents by itself, and what {name} does to "
+            "labels would be lost. Make the labels in the data set (a column labels, -100 where nothing is to be "
+            "learned) and give no data_collator, or one of hf_wlb.WLBDataCollator."
+        )
     logger.warning(
         "WLBTrainer packs documents without padding: data_collator %s is replaced by WLBDataCollator.",
-        type(given).__name__,
+        getattr(given, "__name__", type(given).__name__),
     )
     return None
 
@@ -89,7 +118,7 @@ def _sampled_context_length(train_dataset: Any) -> int:
     longest = 0
     for index in range(0, len(documents), step):
         row = documents[index]
-        if not isinstance(row, dict) or "input_ids" not in row:
+        if not isinstance(row, Mapping) or "input_ids" not in row:
             raise ValueError(f"row {index} of the train_dataset has no input_ids: tokenise the documents first.")
         longest = max(longest, len(row["input_ids"]))
     if not longest:

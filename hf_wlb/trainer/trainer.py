@@ -7,9 +7,7 @@ restores. It overrides private methods of Trainer for that and therefore checks 
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -25,14 +23,15 @@ from hf_wlb.accounting import (
     packing_summary,
     save_planner_state,
 )
-from hf_wlb.attention import LayerAttention, check_isolation, document_attention_enabled
+from hf_wlb.attention import LayerAttention, check_isolation, document_attention_enabled, position_limit
 from hf_wlb.callbacks import WLBProgressCallback
-from hf_wlb.data import StreamingPackedDataset, WLBDataCollator, WLBDataLoader
+from hf_wlb.data import StreamingPackedDataset, WLBDataCollator
 from hf_wlb.packing import PackingConfig
-from hf_wlb.parallel import ParallelMesh, WLBParallelismConfig, failing_together, verify_agreement
+from hf_wlb.parallel import ParallelMesh, WLBParallelismConfig, failing_together
 from hf_wlb.sharding import Sharder
 from hf_wlb.trainer.attention import TrainerAttention
 from hf_wlb.trainer.checkpoints import SplitCheckpoints
+from hf_wlb.trainer.epochs import PlannedData, PlannedEpochs
 from hf_wlb.trainer.evaluation import PlannedEvaluation
 from hf_wlb.trainer.inputs import PlannedInputs
 from hf_wlb.trainer.pipeline import PipelineTraining
@@ -48,10 +47,10 @@ from hf_wlb.workload import WorkloadModel
 
 logger = logging.getLogger(__name__)
 
-PlannedData = WLBDataLoader | StreamingPackedDataset
 
-
-class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, PlannedInputs, PlannedEvaluation):
+class WLBTrainer(
+    PlannedEpochs, SupervisedTraining, PipelineTraining, SplitCheckpoints, PlannedInputs, PlannedEvaluation
+):
     """``Trainer`` with planned micro-batches, documents that do not see each other and an exact token-mean loss.
 
     With ``cp_size`` above 1 the processes of a replica share each micro-batch (context parallelism): all of them plan
@@ -71,8 +70,8 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
             ``max_steps`` set.
         eval_dataset: As Trainer's, of map-style documents. Documents are packed in their order; the loss is the mean
             over all tokens. For ``compute_metrics`` a row is a micro-batch, padded with -100.
-        data_collator: A ``WLBDataCollator``, or None. Any other one is replaced, with a warning. Its shards are the
-            trainer's business.
+        data_collator: A ``WLBDataCollator``, or None. One of Transformers that only pads is replaced, with a
+            warning; any other one is refused. Shards are the trainer's business.
         workload: What documents cost; by default as ``args`` say.
         model_init_kwargs: How to make the model of a name or a configuration: ``dtype`` (of the weights; default: what
             they have), ``revision``, ``trust_remote_code`` and what ``from_config`` takes.
@@ -154,7 +153,6 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(WLBProgressCallback)
         self._train_data: PlannedData | None = None
-        self._steps_by_epoch: list[int] = []
         self._rng_checkpoint: str | None = None  # restored once the first micro-batches are there
         self._num_items = 0
         self._window = LogWindow()
@@ -174,6 +172,12 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
             raise ValueError(
                 f"{name} takes no num_items_in_batch: its loss cannot be divided by the number of tokens of the whole "
                 "step, and would not be exact"
+            )
+        adapters = getattr(self.model, "peft_config", None) or {}
+        if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
+            raise ValueError(
+                "PEFT's prompt learning puts virtual tokens before every micro-batch, which holds several documents: "
+                "only the first would see them. Take another kind of adapters, such as LoRA."
             )
         if getattr(self._causal_lm.config, "output_router_logits", False):
             raise ValueError(
@@ -208,10 +212,10 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
     def _collator(self, given: WLBDataCollator | None) -> WLBDataCollator:
         args, text_config = cast(WLBTrainingArguments, self.args), self._causal_lm.config.get_text_config()
         if given is None:
-            token = getattr(text_config, "pad_token_id", None)
+            token, limit = getattr(text_config, "pad_token_id", None), position_limit(text_config)
             given = WLBDataCollator(
                 pad_token_id=0 if token is None else token,
-                max_position_embeddings=getattr(text_config, "max_position_embeddings", None),
+                max_position_embeddings=None if limit is None else limit.tokens,
             )
         if self.mesh.cp_size == 1 and given.sharder is None:
             return given
@@ -251,108 +255,14 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
         """Documents of the data set."""
         return len(dataloader.dataset)
 
-    # ---- steps and epochs ----
+    # ---- steps ----
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Micro-batches of a step; context-parallel ranks share theirs."""
-        return args.gradient_accumulation_steps * self.mesh.dp_size
-
-    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
-        """Counts epochs and steps as they are planned; epochs may differ by a few steps."""
-        if isinstance(dataloader, WLBDataLoader) and not dataloader.sampler.steps(0):
-            raise ValueError("the train_dataset holds no documents")
-        values = list(super().set_initial_training_values(args, dataloader))
-        if not isinstance(dataloader, WLBDataLoader):
-            self._steps_by_epoch = []
-            return tuple(values)
-        steps: list[int] = []
-        whole = math.ceil(args.num_train_epochs)
-        while len(steps) < whole if args.max_steps <= 0 else sum(steps) < args.max_steps:
-            steps.append(dataloader.sampler.steps(len(steps)))
-        if args.max_steps > 0:
-            max_steps = args.max_steps
-        else:
-            share = args.num_train_epochs - (whole - 1)
-            max_steps = sum(steps[:-1]) + math.ceil(steps[-1] * share)
-        # Else some would wait for the others at the end.
-        verify_agreement(max_steps, "the number of steps to train", place=self.mesh.place)
-        self._steps_by_epoch = steps
-        values[0], values[1], values[5], values[6] = (
-            len(steps),
-            steps[0],
-            steps[0] * args.gradient_accumulation_steps,
-            max_steps,
-        )
-        return tuple(values)
-
-    def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: str | None, trial: Any
-    ) -> tuple[int, int]:
-        epochs, micro_batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial
-        )
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         self._window = LogWindow()
         self._targets = TargetWatch(warns=self.is_world_process_zero())
         if self._shard_window is not None:
             self._shard_window.clear()
-        if resume is None:
-            return epochs, micro_batches
-        if self._steps_by_epoch:
-            epochs, done = 0, self.state.global_step
-            while epochs < len(self._steps_by_epoch) and done >= self._steps_by_epoch[epochs]:
-                done -= self._steps_by_epoch[epochs]
-                epochs += 1
-        else:  # a stream: an epoch is a pass, and counted as if it had max_steps
-            epochs = int(self.state.epoch or 0)
-            done = round(((self.state.epoch or 0) - epochs) * max_steps)
-        micro_batches = done * self.args.gradient_accumulation_steps
-        if self.args.ignore_data_skip:
-            return epochs, 0
-        assert self._train_data is not None
-        self._load_planner_state(resume, self._train_data)
-        if self._steps_by_epoch and not micro_batches and next(iter(self._train_data), None) is not None:
-            raise ValueError(f"{resume} was saved at the end of an epoch, but its planner state is not: it is damaged")
-        return epochs, micro_batches
-
-    def _run_epoch(  # type: ignore[override]  # Trainer calls it with keywords only
-        self,
-        *,
-        epoch: int,
-        steps_in_epoch: int,
-        num_update_steps_per_epoch: int,
-        resume_from_checkpoint: str | None,
-        epochs_trained: int,
-        steps_trained_in_current_epoch: int,
-        **kwargs: Any,
-    ) -> None:
-        """Trainer's epoch, with this epoch's own number of steps, started in its middle after a resume.
-
-        The data already stands where it should (see ``_init_training_state``), so nothing is skipped: Trainer runs the
-        steps that are left, and a fractional ``epoch`` makes its epoch counter come out right.
-        """
-        if self.state.global_step >= self.state.max_steps:  # a resume of a finished run
-            self.control.should_training_stop = True
-            return
-        accumulation = self.args.gradient_accumulation_steps
-        steps = self._steps_by_epoch[epoch] if self._steps_by_epoch else num_update_steps_per_epoch
-        done = 0
-        if resume_from_checkpoint is not None and epoch == epochs_trained:
-            done = steps_trained_in_current_epoch // accumulation
-            self._rng_checkpoint = resume_from_checkpoint
-        data = self._train_data
-        assert data is not None
-        if self._steps_by_epoch:
-            data.set_epoch(epoch)
-        super()._run_epoch(  # type: ignore[no-untyped-call]
-            epoch=epoch + done / steps,
-            train_dataloader=_AnyEpoch(data),
-            steps_in_epoch=steps * accumulation,
-            num_update_steps_per_epoch=steps - done,
-            resume_from_checkpoint=None,
-            epochs_trained=epochs_trained,
-            steps_trained_in_current_epoch=0,
-            **{name: value for name, value in kwargs.items() if name != "train_dataloader"},
-        )
+        return super()._init_training_state(*args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -379,6 +289,14 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
         self.state.num_input_tokens_seen += 0 if plan is None else plan.tokens
 
     # ---- loss ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Trainer's; refuses a subclass's ``compute_loss`` that context parallelism gives the wrong labels."""
+        self._loss_computed = False
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:  # a pipeline computes all losses with the step's last micro-batch
+            self._check_own_loss()
+        return loss
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """Valid tokens of all ranks; at least 1, so that a step of one-token documents has loss 0 and not nan."""
@@ -410,19 +328,6 @@ class WLBTrainer(SupervisedTraining, PipelineTraining, SplitCheckpoints, Planned
         super()._save_rng_state(output_dir)
         if self.args.should_save and self._train_data is not None:
             save_planner_state(output_dir, self.state.global_step, self._train_data.state_dict())
-
-
-class _AnyEpoch:
-    """The data as Trainer's loop takes it: iterable, with the epoch already set."""
-
-    def __init__(self, data: PlannedData) -> None:
-        self._data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self._data)
-        for first in iterator:
-            return itertools.chain([first], iterator)
-        return iter(self._data)  # resumed where a pass over a stream had ended
 
 
 def check_versions() -> None:

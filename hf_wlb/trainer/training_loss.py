@@ -27,6 +27,7 @@ class TrainingLoss(Trainer):
     layout: ParameterLayout
     _head_loss: HeadLoss | None = None
     _logits_needed = False
+    _loss_computed = False  # in the present step, by this class
     _unwrapped: tuple[Callable[[], Any], Callable[[], PreTrainedModel | None]] = (lambda: None, lambda: None)
 
     @property
@@ -73,6 +74,7 @@ class TrainingLoss(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's; from hidden states, chunk by chunk, unless logits are to be predicted, too."""
+        self._loss_computed = True
         if self._head_loss is None or self._logits_needed:
             return super().compute_loss(model, inputs, *args, **kwargs)
         smoother, self.label_smoother = self.label_smoother, None  # the fused loss smooths by itself
@@ -81,6 +83,16 @@ class TrainingLoss(Trainer):
                 return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self.label_smoother = smoother
+
+    def _check_own_loss(self) -> None:
+        """Refuses a subclass's loss that was computed from a shard's labels by itself, after a step with one."""
+        if self.mesh.cp_size == 1 or self._loss_computed or not self.mesh.is_last_stage:
+            return
+        raise ValueError(
+            f"compute_loss of {type(self).__name__} computes a loss by itself, which is not supported with "
+            f"cp_size={self.mesh.cp_size}: labels are shifted already and in a shard's order. Let it call "
+            "super().compute_loss(...), or set cp_size=1."
+        )
 
     @contextlib.contextmanager
     def _with_logits(self, needed: bool) -> Iterator[None]:

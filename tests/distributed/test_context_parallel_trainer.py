@@ -23,7 +23,7 @@ from tests.support.tolerances import (
     TRAINER,
     TRAINER_AFTER_STEPS,
 )
-from tests.support.training import LENGTHS, rows_of, train, trainer_of
+from tests.support.training import LENGTHS, rows_of, steps_by_epoch, train, trainer_of
 
 EVALUATED = (20, 1, 3, 9, 16, 2, 1, 7)
 COUNTERS = ("epoch", "tokens_per_step", "num_input_tokens_seen", "imbalance", "delay", "waiting_contexts")
@@ -81,7 +81,7 @@ def outcome(trainer: Any, recorder: Any) -> dict[str, Any]:
         "logs": [log for log in recorder.logs if "loss" in log],
         "summary": recorder.logs[-1],
         "recorder": recorder,
-        "steps": (trainer.state.global_step, trainer.state.max_steps, trainer._steps_by_epoch),
+        "steps": (trainer.state.global_step, trainer.state.max_steps, steps_by_epoch(trainer)),
         "weights": {name: value.detach().clone() for name, value in trainer.model.state_dict().items()},
         "place": (trainer.mesh.dp_rank, trainer.mesh.cp_rank),
     }

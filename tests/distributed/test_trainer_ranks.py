@@ -26,12 +26,14 @@ ONE_STEP: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def _outcome(trainer: Any, recorder: Any) -> dict[str, Any]:
+    from tests.support.training import steps_by_epoch
+
     return {
         "losses": recorder.losses,
         "epochs": [log["epoch"] for log in recorder.logs if "loss" in log],
         "tokens": [log["tokens_per_step"] for log in recorder.logs if "loss" in log],
         "recorder": recorder,
-        "steps": (trainer.state.global_step, trainer.state.max_steps, trainer._steps_by_epoch),
+        "steps": (trainer.state.global_step, trainer.state.max_steps, steps_by_epoch(trainer)),
         "weights": {name: value.detach().clone() for name, value in trainer.model.state_dict().items()},
     }
 

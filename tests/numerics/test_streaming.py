@@ -176,6 +176,19 @@ def test_a_second_epoch_after_a_resume_is_a_whole_one() -> None:
     assert [plain(m) for m in resumed] == whole
 
 
+@pytest.mark.parametrize("read_before", [0, 1])
+def test_a_stream_that_was_left_in_the_middle_begins_anew_in_every_epoch(read_before: int) -> None:
+    """`datasets` tells that middle as its state, and starts there in the pass of that number."""
+    fresh, left = streaming(hub_stream()), hub_stream()
+    earlier = streaming(left)
+    for _ in range(read_before):
+        list(earlier)
+    next(iter(earlier))
+    data = streaming(left)
+    for _ in range(3):
+        assert [plain(m) for m in data] == [plain(m) for m in fresh]
+
+
 def test_epochs_reach_a_source_that_reshuffles() -> None:
     def source():
         return hub_stream(shards=5).shuffle(seed=1, buffer_size=4)

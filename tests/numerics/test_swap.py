@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BatchEncoding,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from hf_wlb import WLBTrainer, WLBTrainingArguments
 from hf_wlb.data.text import load_documents
@@ -17,7 +24,7 @@ from hf_wlb.data.tokenization import tokenize_documents, train_byte_level_bpe
 from hf_wlb.presets import preset_config
 from tests.support.source_tree import REPOSITORY
 from tests.support.tiny_llama import random_documents, tiny_llama
-from tests.support.training import rows_of
+from tests.support.training import rows_of, steps_by_epoch
 
 DIFF = re.compile(r"```diff\n(.*?)```", re.DOTALL)
 
@@ -42,7 +49,33 @@ def test_plain_arguments_train_with_the_longest_document_as_context(tmp_path: Pa
     assert "instead of 8 padded rows, and 2 of them per step" in said
     assert "data_collator DataCollatorWithFlattening is replaced by WLBDataCollator" in said
     trainer.train()
-    assert trainer.state.global_step == trainer.state.max_steps == sum(trainer._steps_by_epoch)
+    assert trainer.state.global_step == trainer.state.max_steps == sum(steps_by_epoch(trainer))
+
+
+class MakesLabels:
+    def __call__(self, features: Any) -> Any:
+        raise AssertionError("is never called")
+
+
+def test_collators_that_may_make_labels_are_refused(tmp_path: Path) -> None:
+    own = MakesLabels()
+    for collator in (own, own.__call__, lambda features: features):
+        with pytest.raises(ValueError, match=r"would not be called.*Make the labels in the data set"):
+            WLBTrainer(tiny_llama(), plain(tmp_path), collator, rows_of())
+    masking: Any = DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling)
+    masking.mlm = True
+    with pytest.raises(ValueError, match=r"DataCollatorForLanguageModeling\(mlm=True\) masks tokens to predict"):
+        WLBTrainer(tiny_llama(), plain(tmp_path), masking, rows_of())
+
+
+def test_the_function_that_only_stacks_is_replaced(tmp_path: Path, caplog: Any) -> None:
+    WLBTrainer(tiny_llama(), plain(tmp_path), default_data_collator, rows_of())
+    assert "data_collator default_data_collator is replaced by WLBDataCollator" in caplog.text
+
+
+def test_rows_may_be_any_mapping(tmp_path: Path) -> None:
+    rows = [BatchEncoding(row) for row in rows_of()]
+    assert WLBTrainer(tiny_llama(), plain(tmp_path), train_dataset=rows).args.context_length == 128
 
 
 def test_without_arguments_it_is_trainers_default(tmp_path: Path, monkeypatch: Any) -> None:

@@ -19,7 +19,7 @@ from tests.support.documents import WORKLOAD
 from tests.support.oracle import in_double, loss_and_gradients, mean_loss, worst_error
 from tests.support.tiny_llama import VOCABULARY, tiny_llama
 from tests.support.tolerances import CHECKPOINTING, NEGATIVE_CONTROL_FACTOR, TRAINER, TRAINER_AFTER_STEPS
-from tests.support.training import LENGTHS, arguments, check_first_step, rows_of, train, trainer_of
+from tests.support.training import LENGTHS, arguments, check_first_step, rows_of, steps_by_epoch, train, trainer_of
 
 # ---- loss and gradients ----
 
@@ -68,7 +68,7 @@ def test_every_step_of_two_epochs_and_the_weights_equal_the_oracle(tmp_path: Pat
         optimizer.step()
     assert len(recorder.losses) == trainer.state.global_step
     assert worst_error(trainer.model.state_dict(), model.state_dict()) <= TRAINER_AFTER_STEPS
-    for first, last in ((0, trainer._steps_by_epoch[0]), (trainer._steps_by_epoch[0], len(recorder.plans))):
+    for first, last in ((0, steps_by_epoch(trainer)[0]), (steps_by_epoch(trainer)[0], len(recorder.plans))):
         pieces = [document for plan in recorder.plans[first:last] for document in plan.documents]
         assert sum(document.length for document in pieces) == sum(LENGTHS)  # each epoch holds every token once
 

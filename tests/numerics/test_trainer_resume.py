@@ -12,7 +12,7 @@ import torch
 from tests.support.oracle import loss_and_gradients
 from tests.support.tiny_llama import VOCABULARY, tiny_llama
 from tests.support.tolerances import RESUME, TRAINER
-from tests.support.training import Recorder, rows_of, train, trainer_of
+from tests.support.training import Recorder, rows_of, steps_by_epoch, train, trainer_of
 
 EPOCHS = 2
 OPTIONS: dict[str, Any] = {
@@ -78,14 +78,14 @@ def assert_goes_on(folder: Path, step: int, finished: Any, **options: Any) -> No
 
 def test_resume_from_every_checkpoint(finished: Any, tmp_path: Path) -> None:
     _, trainer, _ = finished
-    assert 0 < trainer._steps_by_epoch[0] < trainer.state.global_step  # so that the end of an epoch is among them
+    assert 0 < steps_by_epoch(trainer)[0] < trainer.state.global_step  # so that the end of an epoch is among them
     for step in range(1, trainer.state.global_step):
         assert_goes_on(tmp_path, step, finished)
 
 
 @pytest.mark.parametrize("boundary", [False, True])
 def test_resume_with_workers(boundary: bool, finished: Any, tmp_path: Path) -> None:
-    step = finished[1]._steps_by_epoch[0] - (0 if boundary else 2)
+    step = steps_by_epoch(finished[1])[0] - (0 if boundary else 2)
     assert_goes_on(tmp_path, step, finished, dataloader_num_workers=2)
 
 
@@ -127,7 +127,7 @@ def test_ignore_data_skip_starts_the_epochs_data_anew(finished: Any, checkpoint:
     )
     assert found.plans[0] == finished[2].plans[0]
     assert trainer.state.global_step == trainer.state.max_steps == finished[1].state.global_step
-    first = finished[1]._steps_by_epoch[0]
+    first = steps_by_epoch(finished[1])[0]
     later = finished[0] / f"checkpoint-{first + 1}"
     _, found = train(tmp_path, model=with_dropout(), resume_from_checkpoint=later, ignore_data_skip=True, **OPTIONS)
     assert found.plans == finished[2].plans[first:][: len(found.plans)]  # the second epoch from its beginning
@@ -187,7 +187,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("boundary", [False, True])
 @pytest.mark.parametrize("change", OTHERS)
 def test_other_data_or_settings_are_refused(change: str, boundary: bool, finished: Any, tmp_path: Path) -> None:
-    steps = finished[1]._steps_by_epoch[0]
+    steps = steps_by_epoch(finished[1])[0]
     options, sentence = OTHERS[change]
     folder = finished[0] / f"checkpoint-{steps if boundary else steps - 1}"
     trainer, _ = trainer_of(tmp_path, model=with_dropout(), **{**OPTIONS, **options})

@@ -359,3 +359,22 @@ def test_a_profile_must_know_what_is_exchanged_and_how_layers_ran(tmp_path: Path
     assert not caplog.records
     arguments(tmp_path, workload_profile=str(file), torch_compile=True).workload_model(None)
     assert "is a profile of layers without torch_compile, but this run has torch_compile=True" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"packer": "greedy", "max_tokens_per_micro_batch": 128}, ["max_tokens_per_micro_batch=128", "steady or wlb"]),
+        ({"outlier_thresholds": [4, 8]}, ["outlier_thresholds=[4, 8] is for packer wlb: steady does not"]),
+        ({"packer": "wlb", "max_wait_steps": 3}, ["max_wait_steps=3 is for packer steady: wlb does not"]),
+        ({"packer": "next-fit", "window_steps": 2}, ["window_steps=2 is for packer greedy: next-fit does not"]),
+        ({"packer": "wlb", "outlier_thresholds": [4, 8]}, []),
+        ({"max_wait_steps": 3, "max_tokens_per_micro_batch": 128}, []),
+    ],
+)
+def test_options_that_the_packer_does_not_look_at_are_said(
+    options: Any, said: list[str], tmp_path: Path, caplog: Any
+) -> None:
+    arguments(tmp_path, **options)
+    assert all(sentence in caplog.text for sentence in said)
+    assert len(caplog.records) == bool(said)

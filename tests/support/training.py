@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_wlb import WLBTrainer, WLBTrainingArguments
+from hf_wlb import WLBDataLoader, WLBTrainer, WLBTrainingArguments
 from tests.support.documents import WORKLOAD
 from tests.support.oracle import Row, gradients_of, loss_and_gradients, relative_error, worst_error
 from tests.support.tiny_llama import random_documents, tiny_llama
@@ -101,3 +101,10 @@ def check_first_step(recorder: Any, rows: Any, model: Any, label_smoothing: floa
     loss, gradients = loss_and_gradients(model, recorder.documents(0, rows), label_smoothing)
     loss_error = relative_error(torch.tensor(recorder.losses[0]), torch.tensor(loss))
     return max(loss_error, worst_error(recorder.gradients, gradients))
+
+
+def steps_by_epoch(trainer: Any) -> list[int]:
+    """Steps of every epoch that a trainer planned; none of a stream."""
+    data = trainer._train_data
+    planned = range(trainer.state.num_train_epochs) if isinstance(data, WLBDataLoader) else ()
+    return [data.sampler.steps(epoch) for epoch in planned]

@@ -251,9 +251,8 @@ class WLBTrainingArguments(TrainingArguments):
     def _warn_of_packer_options(self) -> None:
         """No error: to compare packers, one changes the packer alone."""
         for name, packers in _OPTIONS_OF_PACKERS.items():
-            default = next(own.default for own in fields(self) if own.name == name)
             given = getattr(self, name)
-            if given != default and self.packer not in packers:
+            if given != getattr(type(self), name) and self.packer not in packers:
                 logger.warning(
                     "%s=%s is for packer %s: %s does not look at it.", name, given, " or ".join(packers), self.packer
                 )

@@ -104,8 +104,9 @@ def read_tokens(row: Any, name: str) -> Tokens:
     _refuse_packed_row(row, name)
     input_ids = _integers(row["input_ids"], "input_ids", name)
     labels = row.get("labels")
-    _refuse_other_targets(row, name)
-    if labels is not None:
+    if labels is None:
+        _refuse_other_targets(row, name)
+    else:
         labels = _integers(labels, "labels", name)
         if len(labels) != len(input_ids):
             raise ValueError(
@@ -136,8 +137,7 @@ def _refuse_packed_row(row: Mapping[str, Any], name: str) -> None:
 
 
 def _refuse_other_targets(row: Mapping[str, Any], name: str) -> None:
-    if row.get("labels") is not None:
-        return
+    """For a row without labels."""
     for column in _TARGET_COLUMNS:
         mask = row.get(column)
         if mask is not None and not np.asarray(mask).all():

@@ -92,17 +92,14 @@ def planned_collator(given: Any) -> WLBDataCollator | None:
             f"{type(given).__name__}(mlm=True) masks tokens to predict, but WLBTrainer trains causal language models "
             "on every next token. Give mlm=False, or no data_collator."
         )
+    name = getattr(given, "__name__", type(given).__name__)
     if type(given) not in _PADDING and given is not default_data_collator:
-        name = getattr(given, "__name__", type(given).__name__)
         raise ValueError(
             f"data_collator {name} would not be called: WLBTrainer packs documents by itself, and what {name} does to "
             "labels would be lost. Make the labels in the data set (a column labels, -100 where nothing is to be "
             "learned) and give no data_collator, or one of hf_wlb.WLBDataCollator."
         )
-    logger.warning(
-        "WLBTrainer packs documents without padding: data_collator %s is replaced by WLBDataCollator.",
-        getattr(given, "__name__", type(given).__name__),
-    )
+    logger.warning("WLBTrainer packs documents without padding: data_collator %s is replaced by WLBDataCollator.", name)
     return None
 
 

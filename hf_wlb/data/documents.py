@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 #: Columns that say which tokens to train, in the place of labels: of TRL, and of chat templates.
 _TARGET_COLUMNS = ("completion_mask", "assistant_masks", "assistant_mask")
-_PACKED_COLUMNS = ("document_lengths", "seq_lengths")
+_PACKED_COLUMNS = ("document_lengths", "seq_lengths", "position_ids")
 _TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", *_TARGET_COLUMNS, *_PACKED_COLUMNS)
 
 _CHECKED = 32  # documents that a checksum looks at
@@ -127,6 +127,12 @@ def _refuse_packed_row(row: Mapping[str, Any], name: str) -> None:
         raise ValueError(
             f"{name} is a row of pack_dataset, which holds a whole micro-batch, and whose order matters. Train on such "
             "rows with Trainer and packed.data_collator() (a PackedDataCollator); whatever packs takes the documents."
+        )
+    positions = row.get("position_ids")
+    if positions is not None and (restarts := int((np.asarray(positions).reshape(-1)[1:] == 0).sum())):
+        raise ValueError(
+            f"{name} holds {restarts + 1} documents that were packed before (its position_ids begin again at 0), and "
+            "they would be trained as one. Give every document a row of its own: documents are packed here."
         )
     packed = row.get("seq_lengths")
     if packed is not None and len(packed) > 1:

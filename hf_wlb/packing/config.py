@@ -39,7 +39,8 @@ class PackingConfig:
         max_time_gap: ``steady``: outliers leave as soon as the step that takes them is predicted to need no more than
             this share over perfect balance.
         max_wait_steps: ``steady``: a document that has waited so long goes before all others; it waits on only where
-            more such documents are due than fit into a step.
+            more such documents are due than fit into a step. Where a step is one micro-batch there is nothing to wait
+            for but room.
         max_waiting_contexts: ``steady``: when more than this many contexts' worth of tokens wait, the cheapest outliers
             to release leave in the next step that has room for them; at half as much again reading stops until they
             have. Default 10, or 0.47 of a step's micro-batches where that is more.
@@ -112,6 +113,11 @@ class PackingConfig:
     def micro_batches(self) -> int:
         """Micro-batches of one step on all replicas (the paper's global batch, N of Algorithm 1)."""
         return self.micro_batches_per_replica * self.dp_size
+
+    @property
+    def balances(self) -> bool:
+        """Whether it matters for time what trains together: there are replicas, or stages with several micro-batches."""
+        return self.dp_size > 1 or (self.pp_size > 1 and self.micro_batches > 1)
 
     @property
     def tokens_per_step(self) -> int:

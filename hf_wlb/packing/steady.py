@@ -36,7 +36,7 @@ class SteadyPacker(Packer):
       Only when more are due than fit into a step's micro-batches do some wait on, and then at least ``micro_batches``
       due ones that are older, or as old and no shorter, leave in that step. Outliers above ``waiting_limit`` leave as
       soon as they fit into the step's tokens; at half as much again reading stops until some have left. Left-overs of
-      bad packing count as tokens of the next step.
+      bad packing count as tokens of the next step. Where a step is a single micro-batch, none is an outlier.
 
     Tokens per step are constant as long as the documents can be packed so: what S_max, an overfull pool or due
     documents take or add is made up for in the next steps, up to what these can hold.
@@ -126,6 +126,8 @@ class SteadyPacker(Packer):
         return 0.0 if lightest is None else lightest.workload / lightest.length
 
     def _may_have_to_wait(self, document: Document) -> bool:
+        if self.config.micro_batches == 1:  # no balance to wait for
+            return False
         return document.length >= self.config.least_outlier and document.workload > (
             HEAVY_SHARE * self._density * self.config.context_length
         )

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from transformers import (
+    AutoConfig,
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
     DefaultDataCollator,
+    PreTrainedConfig,
     TrainingArguments,
     default_data_collator,
 )
 
+from hf_wlb.attention import position_limit
 from hf_wlb.data import WLBDataCollator
 from hf_wlb.training_args import WLBTrainingArguments
 
@@ -45,16 +49,24 @@ def without_mixed_precision(model: Any) -> None:
         model.forward = own
 
 
-def planned_arguments(args: TrainingArguments | None, train_dataset: Any) -> WLBTrainingArguments:
+def planned_arguments(
+    args: TrainingArguments | None,
+    train_dataset: Any,
+    model: Any = None,
+    model_options: Mapping[str, Any] | None = None,
+) -> WLBTrainingArguments:
     """``args`` as they are, or what plain ``TrainingArguments`` mean.
 
     Plain ones train data parallel over all processes; a device gets one packed micro-batch at a time, of the length of
     the longest document in a sample of the data, and ``gradient_accumulation_steps`` is the number of micro-batches
-    per replica. What is different from ``Trainer`` is said in a warning.
+    per replica. Documents that the model has no positions for are split. What is different from ``Trainer`` is said in
+    a warning.
 
     Args:
         args: Given by the user; not changed.
         train_dataset: To look at, if there is no context length.
+        model: What the trainer was given; for its positions.
+        model_options: For the configuration of a model that was given by name: ``revision``, ``trust_remote_code``.
 
     Raises:
         ValueError: If the data cannot be looked at beforehand, or the arguments do not go together with planning.
@@ -65,18 +77,35 @@ def planned_arguments(args: TrainingArguments | None, train_dataset: Any) -> WLB
         args = TrainingArguments(output_dir="tmp_trainer")  # as Trainer does
     if not isinstance(args, TrainingArguments):
         raise ValueError(f"WLBTrainer needs WLBTrainingArguments or TrainingArguments, got {type(args).__name__}")
-    context_length = _sampled_context_length(train_dataset)
+    limit = _positions_of(model, model_options or {})
+    context_length = _sampled_context_length(train_dataset, limit)
     planned = WLBTrainingArguments.from_plain(args, context_length=context_length)
+    if limit is not None and limit < planned.packing_config(1).capacity:
+        planned.max_document_tokens = limit
+        split = f" Documents of more than {limit:,} tokens, which the model has positions for, are split."
+    else:
+        split = ""
     logger.warning(
         "WLBTrainer got plain TrainingArguments: a device trains one packed micro-batch of about %s tokens at a time "
         "(context_length, the longest of up to %s documents, rounded up) instead of %s padded rows, and %s of them per "
-        "step (gradient_accumulation_steps). Give WLBTrainingArguments(context_length=...) to choose for yourself.",
+        "step (gradient_accumulation_steps).%s Give WLBTrainingArguments(context_length=...) to choose for yourself.",
         f"{context_length:,}",
         f"{_SAMPLED:,}",
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
+        split,
     )
     return planned
+
+
+def _positions_of(model: Any, options: Mapping[str, Any]) -> int | None:
+    """Longest document that the model takes, if it is known before the model is made."""
+    config = model if isinstance(model, PreTrainedConfig) else getattr(model, "config", None)
+    if isinstance(model, str | os.PathLike):
+        known = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
+        config = AutoConfig.from_pretrained(model, **known)
+    limit = position_limit(config) if isinstance(config, PreTrainedConfig) else None
+    return None if limit is None else limit.tokens
 
 
 def planned_collator(given: Any) -> WLBDataCollator | None:
@@ -103,7 +132,7 @@ def planned_collator(given: Any) -> WLBDataCollator | None:
     return None
 
 
-def _sampled_context_length(train_dataset: Any) -> int:
+def _sampled_context_length(train_dataset: Any, limit: int | None) -> int:
     needed = "Give WLBTrainingArguments(context_length=...): the tokens that a micro-batch holds on average."
     if train_dataset is None or not hasattr(train_dataset, "__len__") or not hasattr(train_dataset, "__getitem__"):
         raise ValueError(
@@ -120,4 +149,4 @@ def _sampled_context_length(train_dataset: Any) -> int:
         longest = max(longest, len(row["input_ids"]))
     if not longest:
         raise ValueError(f"the train_dataset holds no documents with tokens. {needed}")
-    return -(-longest // _ROUNDED_TO) * _ROUNDED_TO
+    return -(-min(longest, limit or longest) // _ROUNDED_TO) * _ROUNDED_TO

@@ -65,7 +65,8 @@ class WLBTrainer(
             layers only, so that no process needs room for all of them; or a configuration, for random weights that
             depend on ``args.seed`` and not on the split.
         args: ``WLBTrainingArguments``; ``context_length`` is required. Plain ``TrainingArguments`` train data parallel,
-            with the longest document of a sample as context length (a warning says what that means).
+            with the longest document of a sample as context length, at most the model's positions (a warning says
+            what that means).
         train_dataset: Documents with ``input_ids`` (and perhaps ``labels``), one a row; map-style, or iterable with
             ``max_steps`` set.
         eval_dataset: As Trainer's, of map-style documents. Documents are packed in their order; the loss is the mean
@@ -113,7 +114,7 @@ class WLBTrainer(
     ) -> None:
         with failing_together():
             check_versions()
-            checked = planned_arguments(args, train_dataset)
+            checked = planned_arguments(args, train_dataset, model, model_init_kwargs)
             device_type = checked.device.type  # joins the processes, if nothing did so before
         data_collator = planned_collator(data_collator)
         self._parallelism = WLBParallelismConfig(sizes=agreed_sizes(checked))
@@ -143,6 +144,7 @@ class WLBTrainer(
             self._check_checkpoints()
             self._supervise(checked.on_nonfinite_loss, checked.max_nonfinite_steps, checked.peak_flops_per_second)
             self.packing: PackingConfig = checked.packing_config(self.mesh.dp_size)
+            self._say_what_is_balanced()
             self.workload = checked.workload_model(self._causal_lm.config) if workload is None else workload
             self.data_collator: Any = self._collator(data_collator)
         self._attention = TrainerAttention(checked, layers, self.mesh)
@@ -208,6 +210,17 @@ class WLBTrainer(
             )
         if self._has_head:
             check_loss(self._causal_lm, shifted=True)
+
+    def _say_what_is_balanced(self) -> None:
+        if self.packing.balances or self.packing.fixed_length or not self.is_world_process_zero():
+            return
+        logger.warning(
+            "There is nothing to balance between micro-batches on one replica of %s: a step takes as long whichever "
+            "documents train together. Packing saves the padding; for more, train on several processes, or with "
+            "pp_size and several micro-batches a step (gradient_accumulation_steps). plan_pp_size plans as for a "
+            "pipeline, to rehearse.",
+            "one stage" if self.packing.pp_size == 1 else "one micro-batch a step",
+        )
 
     def _collator(self, given: WLBDataCollator | None) -> WLBDataCollator:
         args, text_config = cast(WLBTrainingArguments, self.args), self._causal_lm.config.get_text_config()

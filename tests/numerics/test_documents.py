@@ -35,6 +35,12 @@ def test_rows_that_were_packed_before_are_refused(tmp_path: Any) -> None:
         trainer_of(tmp_path, datasets.Dataset.from_list(rows(seq_lengths=[2, 2, 1])))[0].train()
 
 
+def test_positions_that_begin_again_are_refused() -> None:
+    refused_everywhere(rows(position_ids=[0, 1, 0, 1, 2]), "holds 2 documents that were packed before")
+    loader = WLBDataLoader(datasets.Dataset.from_list(rows(position_ids=[0, 1, 2, 3, 4])), CONFIG, WORKLOAD)
+    assert next(iter(loader))["input_ids"].shape[1] % 5 == 0
+
+
 def test_rows_of_pack_dataset_are_refused(tmp_path: Any) -> None:
     packed = pack_dataset(datasets.Dataset.from_list(rows()), CONFIG, WORKLOAD)
     with pytest.raises(ValueError, match="is a row of pack_dataset"):

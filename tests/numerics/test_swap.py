@@ -52,6 +52,28 @@ def test_plain_arguments_train_with_the_longest_document_as_context(tmp_path: Pa
     assert trainer.state.global_step == trainer.state.max_steps == sum(steps_by_epoch(trainer))
 
 
+def test_documents_that_the_model_has_no_positions_for_are_split(tmp_path: Path, caplog: Any) -> None:
+    rows = rows_of([100, 90, 30, 5, 40, 61] * 4)
+    config = preset_config("tiny", vocab_size=128, max_position_embeddings=48)
+    tiny = AutoModelForCausalLM.from_config(config)
+    tiny.save_pretrained(tmp_path / "model")
+    for model in (tiny, config, str(tmp_path / "model"), tmp_path / "model"):
+        caplog.clear()
+        trainer = WLBTrainer(model, plain(tmp_path, max_steps=2, gradient_accumulation_steps=2), train_dataset=rows)
+        assert (trainer.args.context_length, trainer.args.max_document_tokens) == (128, 48)
+        assert "Documents of more than 48 tokens, which the model has positions for, are split" in caplog.text
+    trainer.train()
+    metrics = trainer.state.log_history[-1]
+    assert metrics["packing_split"] > 0
+
+
+def test_the_model_has_positions_for_all(tmp_path: Path, caplog: Any) -> None:
+    """S_max keeps its default: what the sample did not show is split there."""
+    trainer = WLBTrainer(tiny_llama(), plain(tmp_path), train_dataset=rows_of())
+    assert trainer.args.max_document_tokens is None
+    assert "are split" not in caplog.text
+
+
 class MakesLabels:
     def __call__(self, features: Any) -> Any:
         raise AssertionError("is never called")
@@ -129,7 +151,8 @@ def test_the_readmes_script_runs_before_and_after_the_swap(which: int, tmp_path:
     documents.remove_columns("length").save_to_disk(str(tmp_path / "documents"))
     tokenizer.save_pretrained(tmp_path / "model")
     config = preset_config("tiny", vocab_size=len(tokenizer))
-    config.num_hidden_layers = 1
+    config.num_hidden_layers, config.max_position_embeddings = 1, 100
+    assert max(documents["length"]) > config.max_position_embeddings  # Trainer trains these, too
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     ran = subprocess.run(

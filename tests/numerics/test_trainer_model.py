@@ -4,6 +4,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 from accelerate.state import GradientState
 
 from tests.support.tiny_llama import tiny_llama
@@ -35,3 +36,21 @@ def test_a_trainer_can_be_pickled_as_transformers_own(tmp_path: Path, monkeypatc
     assert trainer._causal_lm is trainer.model
     copied = pickle.loads(pickle.dumps(trainer))
     assert copied._causal_lm is copied.model is not trainer.model
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "one stage"),
+        ({"gradient_accumulation_steps": 1, "plan_pp_size": 4}, "one micro-batch a step"),
+        ({"plan_pp_size": 4}, None),  # rehearses a pipeline
+        ({"packer": "greedy"}, None),  # for comparison, and holds nothing back
+    ],
+)
+def test_a_run_that_has_nothing_to_balance_says_so(
+    options: dict[str, Any], named: str | None, tmp_path: Path, caplog: Any
+) -> None:
+    trainer_of(tmp_path, **options)
+    said = [message for message in caplog.messages if "There is nothing to balance" in message]
+    assert len(said) == (named is not None)
+    assert all(f"on one replica of {named}: " in message for message in said)

@@ -101,6 +101,15 @@ def test_equal_documents_need_not_wait():
     assert len(plans) == 75 and report.delay == 0 and report.imbalance == 1.0 and report.token_variation == 0
 
 
+def test_a_step_of_one_micro_batch_waits_for_room_only():
+    """Documents as long as the context met left-overs there, and waited 5 steps on average and 24 at worst."""
+    lengths = np.maximum(np.minimum(sample_lengths(4_000, seed=0), 8192) // 16, 1)
+    report, _ = report_of(lengths, PackingConfig(context_length=512, micro_batches_per_replica=1))
+    assert report.delay < 0.3
+    assert report.delay_worst <= 8
+    assert report.tokens / report.steps == pytest.approx(512, rel=0.02)
+
+
 def test_a_left_over_document_does_not_starve_behind_longer_ones():
     config = PackingConfig(10, 1, max_tokens_per_micro_batch=12, outlier_tokens=100, max_wait_steps=4)
     report, plans = report_of([7, 6, *[7] * 100], config)

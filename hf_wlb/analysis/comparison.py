@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from hf_wlb.packing import (
     PackingReport,
     StepPlan,
     StepPlanner,
-    TuningResult,
     length_stream,
 )
 from hf_wlb.workload import WorkloadModel
@@ -219,9 +218,8 @@ class Analysis:
         tokens: Tokens in them.
         crossover_length: Length at which attention equals linear work, in tokens.
         results: One per packer.
-        tuning: Recommended settings, if asked for.
-        recommended: The recommended settings on the same documents, if asked for.
         notes: What a reader must know.
+        stream: The documents that every packer got: int64 lengths in reading order, shape [documents].
     """
 
     summary: LengthSummary
@@ -229,43 +227,35 @@ class Analysis:
     tokens: int
     crossover_length: float
     results: tuple[CaseResult, ...]
-    tuning: TuningResult | None
-    recommended: CaseResult | None
     notes: tuple[str, ...]
-
-    @property
-    def shown(self) -> CaseResult:
-        """The result whose gain is stated: the recommended settings, else ``steady``."""
-        return self.recommended or self.result("steady")
+    stream: IntArray = field(repr=False, compare=False)
 
     def result(self, label: str) -> CaseResult:
         """The result called ``label``."""
         return next(result for result in self.results if result.label == label)
 
-    def speedup(self, over: str) -> float:
-        """Modelled time of ``over`` on the whole set, over that of ``shown``: 1.2 is a fifth more per second."""
-        return self.result(over).total_time / self.shown.total_time
+    def speedup(self, over: str, of: CaseResult | None = None) -> float:
+        """Modelled time of ``over`` of the whole set, over that of ``of`` (``steady``): 1.2 is 20% more a second."""
+        return self.result(over).total_time / (of or self.result("steady")).total_time
 
-    def bars(self) -> list[tuple[str, float]]:
+    def bars(self, *further: CaseResult) -> list[tuple[str, float]]:
         """Label and time over perfect balance of everything that trained the whole set."""
-        rows = [*self.results, *([self.recommended] if self.recommended else [])]
+        rows = [*self.results, *further]
         return [(bar_label(row.label, row.work_share), row.time_over_perfect) for row in rows if not row.subset]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+    def to_dict(self, shown: CaseResult | None = None) -> dict[str, Any]:
+        """Plain JSON types; with the gain of ``shown``, by default ``steady``."""
+        shown = shown or self.result("steady")
         return {
             "schema": "hf_wlb.analysis/1",
             "lengths": self.summary.to_dict(),
             "equal_set": {"documents": self.documents, "tokens": self.tokens},
             "crossover_length": None if np.isinf(self.crossover_length) else self.crossover_length,
             "packers": [result.to_dict() for result in self.results],
-            "recommended": None if self.recommended is None else self.recommended.to_dict(),
-            "reason": None if self.tuning is None else self.tuning.reason,
-            "pareto": [] if self.tuning is None else [point.to_dict() for point in self.tuning.pareto],
             "speedup": {
-                "of": self.shown.label,
-                "over_next_fit": self.speedup("next-fit"),
-                "over_concat_and_cut": self.speedup("concat-and-cut"),
+                "of": shown.label,
+                "over_next_fit": self.speedup("next-fit", shown),
+                "over_concat_and_cut": self.speedup("concat-and-cut", shown),
             },
             "notes": list(self.notes),
         }
@@ -289,7 +279,6 @@ def analyze(
     seed: int = 0,
     stored_order: bool = False,
     solver_windows: int = 3,
-    tuner: Callable[[IntArray], TuningResult] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Analysis:
     """Compares all packers on the same documents.
@@ -302,7 +291,6 @@ def analyze(
         seed: Of their order.
         stored_order: Take them as stored instead of in random order.
         solver_windows: Steps' worth of documents for the solver; 0 leaves it out.
-        tuner: Chooses settings from the documents, see ``tune``; none are recommended without it.
         progress: Called with the name of what is being done.
 
     Raises:
@@ -316,20 +304,14 @@ def analyze(
     for case in standard_cases(config, documents, solver_windows):
         tell(case.label)
         results.append(run_case(case, documents, workload))
-    tuning = recommended = None
-    if tuner is not None:
-        tell("recommended settings")
-        tuning = tuner(documents)
-        recommended = run_case(PackerCase("recommended", comparable(tuning.recommended.config)), documents, workload)
     return Analysis(
         summary=summary,
         documents=len(documents),
         tokens=int(documents.sum()),
         crossover_length=workload.crossover_length,
         results=tuple(results),
-        tuning=tuning,
-        recommended=recommended,
         notes=tuple(_notes(summary, documents, config, results)),
+        stream=documents,
     )
 
 
@@ -351,6 +333,11 @@ def _notes(
             f"{longer:,} of {len(documents):,} documents are longer than {longest:,} tokens and were "
             f"{_treated(config)} there for every packer, so that all do the same work; wlb and steady can keep them "
             "whole up to S_max."
+        )
+    if not config.balances:
+        notes.append(
+            "One replica without pipeline stages, or with one micro-batch a step, takes as long whichever documents "
+            "train together: there is nothing to balance between micro-batches, and only padding to save."
         )
     cut = next(result for result in results if result.config.packer == "concat-and-cut")
     notes.append(

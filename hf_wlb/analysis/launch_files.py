@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_wlb.argument_names import yaml_value
 from hf_wlb.simulator.handover import trainer_workload
 from hf_wlb.simulator.plan_result import Choice, Training
 
@@ -223,25 +224,3 @@ def check_free(folder: Path, overwrite: bool) -> None:
 def _lines(settings: Mapping[str, Any], comments: Mapping[str, str]) -> list[str]:
     written = {name: f"{name}: {yaml_value(value)}" for name, value in settings.items()}
     return [f"{text:<34} # {comments[name]}" if comments.get(name) else text for name, text in written.items()]
-
-
-def yaml_value(value: Any) -> str:
-    """A scalar or a list as YAML has it.
-
-    >>> [yaml_value(value) for value in (True, "no", "runs/a b", 2e-05, 0.03, [9, 8], 7)]
-    ['true', "'no'", 'runs/a b', '2.0e-05', '0.03', '[9, 8]', '7']
-    """
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        mantissa, exponent, power = repr(value).partition("e")
-        # YAML 1.1 takes 2e-05 for a string.
-        return mantissa + ("" if "." in mantissa or not exponent else ".0") + exponent + power
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(yaml_value, value))}]"
-    if isinstance(value, str):
-        plain = value and value[0].isalnum() | (value[0] in "./") and not set(value) & set(":#{}[],&*?|<>=!%@`\"'\\\n")
-        words = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-        number = value.replace(".", "").replace("_", "").replace("e", "").replace("-", "").isdigit()
-        return value if plain and value.lower() not in words and not number else "'" + value.replace("'", "''") + "'"
-    return str(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import RenderableType
@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_wlb.analysis.comparison import Analysis, CaseResult
+from hf_wlb.analysis.recommendation import Recommendation
+from hf_wlb.argument_names import as_arguments, yaml_value
 from hf_wlb.lengths import LengthSummary
 from hf_wlb.packing import PackingConfig, TuningPoint, TuningResult
 
@@ -33,52 +35,103 @@ SET_COLUMNS = (
 
 
 def analysis_tables(analysis: Analysis, source: str, priced_by: str, config: PackingConfig) -> Iterator[RenderableType]:
-    """Everything ``hf-wlb analyze`` prints, top to bottom."""
+    """What ``hf-wlb analyze`` prints of the comparison, top to bottom."""
     yield from _heading(source, priced_by, config, analysis.crossover_length)
-    yield histogram_table(analysis.summary)
-    rows = [*analysis.results, *([analysis.recommended] if analysis.recommended else [])]
-    yield step_table(rows, f"Every packer gets the same {analysis.documents:,} documents: its steps")
-    yield legend(STEP_COLUMNS)
-    yield set_table(rows, f"The whole set of {analysis.tokens:,} tokens")
-    yield legend(SET_COLUMNS)
-    if any(row.subset for row in rows):
-        yield Text("* planned only the first steps' worth of the documents, so no comparison of totals.", "dim")
     for note in analysis.notes:
         yield Text(f"Note: {note}", "yellow")
-    yield Text(
-        f"Expected gain of {analysis.shown.label}: {analysis.speedup('next-fit'):.2f}x over next-fit, "
-        f"{analysis.speedup('concat-and-cut'):.2f}x over concat-and-cut (which does less attention).",
+    yield histogram_table(analysis.summary)
+    yield step_table(analysis.results, f"Every packer gets the same {analysis.documents:,} documents: its steps")
+    yield legend(STEP_COLUMNS)
+    yield set_table(analysis.results, f"The whole set of {analysis.tokens:,} tokens")
+    yield legend(SET_COLUMNS)
+    if any(row.subset for row in analysis.results):
+        yield Text("* planned only the first steps' worth of the documents, so no comparison of totals.", "dim")
+    yield _gain(analysis, analysis.result("steady"), config)
+
+
+def recommendation_tables(
+    analysis: Analysis, found: Recommendation | None, config: PackingConfig
+) -> Iterator[RenderableType]:
+    """What ``hf-wlb analyze`` prints of the settings to take, below that; nothing where there are none."""
+    if found is None:
+        return
+    rows = [analysis.result("next-fit"), analysis.result("steady")]
+    if found.result not in rows:
+        rows.append(found.result)
+        yield step_table(rows, "What is recommended, beside the default: steps of the same documents")
+        yield set_table(rows, "The whole set")
+        yield _gain(analysis, found.result, config)
+    yield Text(f"Recommended: {found.description}.", "bold green")
+    yield Text(found.reason)
+    yield from arguments_block(found.result.config)
+
+
+def _gain(analysis: Analysis, of: CaseResult, config: PackingConfig) -> Text:
+    return Text(
+        f"Expected gain of {of.label} on {_layout(config)}: {analysis.speedup('next-fit', of):.2f}x over next-fit, "
+        f"{analysis.speedup('concat-and-cut', of):.2f}x over concat-and-cut (which does less attention).",
         "bold",
     )
-    if analysis.tuning is not None:
-        yield Text(f"Recommended: {analysis.tuning.recommended.description}.", "bold green")
-        yield Text(analysis.tuning.reason)
 
 
-def tuning_tables(result: TuningResult, source: str, priced_by: str, config: PackingConfig) -> Iterator[RenderableType]:
-    """Everything ``hf-wlb tune`` prints, top to bottom."""
+def tuning_tables(
+    result: TuningResult, source: str, priced_by: str, config: PackingConfig, longer: int
+) -> Iterator[RenderableType]:
+    """Everything ``hf-wlb tune`` prints, top to bottom; ``longer`` documents are above what stays whole."""
     yield from _heading(source, priced_by, config, None)
-    title = (
-        f"Best of {len(result.points)} settings over {result.steps} steps: no other beats one in time and delay at once"
-    )
-    yield tuning_table(result.pareto, result.recommended, title)
+    if longer:
+        yield Text(
+            f"Note: {longer:,} documents are longer than {config.longest_document:,} tokens (--max-document-tokens), "
+            f"and {'truncated' if config.oversize == 'truncate' else 'split'} there.",
+            "yellow",
+        )
+    shown = {"recommended": result.recommended}
+    if result.default is not None and result.default is not result.recommended:
+        shown["default"] = result.default
+    further = [point for point in result.pareto if point not in shown.values()]
+    title = f"{len(result.points)} settings over {result.steps} steps: the recommended, and the best in time or delay"
+    yield tuning_table(shown, further, title)
     for packer, point in result.best.items():
-        if point is not result.recommended:
+        if point not in (*shown.values(), *further):
             gap = (point.time_gap - 1) * 100
             yield Text(f"Best {packer}: {point.description}; {gap:.1f}% over perfect, delay {point.delay:.2f}.")
     yield Text(f"Recommended: {result.recommended.description}.", "bold green")
     yield Text(result.reason)
+    yield from arguments_block(result.recommended.config)
+
+
+def arguments_block(config: PackingConfig) -> Iterator[Text]:
+    """The settings as they are given to a trainer or a recipe."""
+    yield Text("As arguments of WLBTrainingArguments, or in a recipe's YAML (--yaml writes them):")
+    yield Text("\n".join(f"  {line}" for line in arguments_lines(config)), "green")
+
+
+def arguments_lines(config: PackingConfig) -> list[str]:
+    """Lines of YAML.
+
+    >>> arguments_lines(PackingConfig(8192, micro_batches_per_replica=4, packer="next-fit"))
+    ['context_length: 8192', 'gradient_accumulation_steps: 4', 'packer: next-fit']
+    """
+    return [f"{name}: {yaml_value(value)}" for name, value in as_arguments(config).items()]
 
 
 def _heading(source: str, priced_by: str, config: PackingConfig, crossover: float | None) -> Iterator[RenderableType]:
-    replicas = f"{config.dp_size} replicas of " if config.dp_size > 1 else ""
     yield Text(f"Lengths: {source}")
     at = "" if crossover is None else f" (attention = linear work at {crossover:,.0f} tokens)"
     yield Text(f"Workload: {priced_by}{at if 'attention = ' not in priced_by else ''}")
     yield Text(
-        f"Layout: context {config.context_length:,}, {replicas}{config.micro_batches_per_replica} micro-batches a "
-        f"step, {config.pp_size} pipeline stages{', sharded parameters' if config.step_time.lockstep else ''}"
+        f"Layout: context {config.context_length:,}, {_layout(config)} "
+        "(--context, --dp, --micro-batches, --pp: give those that you train with)"
     )
+
+
+def _layout(config: PackingConfig) -> str:
+    replicas = "1 replica" if config.dp_size == 1 else f"{config.dp_size} replicas"
+    size, stages = config.micro_batches_per_replica, config.pp_size
+    micro_batches = "1 micro-batch" if size == 1 else f"{size} micro-batches"
+    pipeline = "no pipeline" if stages == 1 else f"{stages} pipeline stages"
+    sharded = ", sharded parameters" if config.step_time.lockstep else ""
+    return f"{replicas} of {micro_batches} a step, {pipeline}{sharded}"
 
 
 def histogram_table(summary: LengthSummary) -> Table:
@@ -176,22 +229,22 @@ def empty_table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
-def tuning_table(points: Iterable[TuningPoint], recommended: TuningPoint, title: str) -> Table:
-    """One row per setting."""
+def tuning_table(named: Mapping[str, TuningPoint], further: Iterable[TuningPoint], title: str) -> Table:
+    """One row per setting, those with a name first."""
     table = empty_table(title)
     table.add_column("setting")
     for name in ("time gap", "delay", "worst", "waiting", "variation"):
         table.add_column(name, justify="right", no_wrap=True)
-    shown = list(points)
-    for point in shown if recommended in shown else [recommended, *shown]:
+    rows = [*((f"{name}: {point.description}", point) for name, point in named.items())]
+    for description, point in [*rows, *((point.description, point) for point in further)]:
         table.add_row(
-            point.description,
+            description,
             f"{point.time_gap:.3f}",
             f"{point.delay:.2f}",
             str(point.delay_worst),
             f"{point.waiting_mean_contexts:.1f} / {point.waiting_peak_contexts:.1f}",
             f"{point.token_variation:.3f}",
-            style="bold green" if point is recommended else None,
+            style="bold green" if description.startswith("recommended") else None,
         )
     return table
 

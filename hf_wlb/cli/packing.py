@@ -11,8 +11,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_wlb.analysis import Analysis, LengthSource, analyze, choose_workload, read_lengths
-from hf_wlb.analysis.tables import analysis_tables, tuning_tables
+from hf_wlb.analysis import (
+    Analysis,
+    CaseResult,
+    LengthSource,
+    analyze,
+    choose_workload,
+    comparable,
+    read_lengths,
+    recommend,
+)
+from hf_wlb.analysis.recommendation import NO_RECOMMENDATION
+from hf_wlb.analysis.tables import analysis_tables, arguments_lines, recommendation_tables, tuning_tables
 from hf_wlb.cli.base import (
     Checkpointing,
     Crossover,
@@ -46,6 +56,13 @@ Sharded = Annotated[bool, typer.Option("--sharded-parameters", help="FSDP or ZeR
 SMax = Annotated[int | None, typer.Option(help="S_max: most tokens of a micro-batch that fit into memory.")]
 Steps = Annotated[int, typer.Option(help="Steps' worth of documents to compare on.")]
 TuneSteps = Annotated[int | None, typer.Option(help="Steps to simulate with each setting (default: 40 to 200).")]
+MaxDocumentTokens = Annotated[
+    int | None, typer.Option(help="Longest document left whole; longer ones are split. Default: the context length.")
+]
+YamlFile = Annotated[
+    Path | None,
+    typer.Option("--yaml", help="Write the recommended settings, else the defaults, as a recipe's YAML."),
+]
 MaxDelay = Annotated[float, typer.Option(help="Mean steps that a token may wait, for the recommendation.")]
 Seed = Annotated[int, typer.Option(help="Of the order of the documents.")]
 Tokenizer = Annotated[str | None, typer.Option(help="For text: name or folder of a tokenizer.")]
@@ -65,6 +82,7 @@ def analyze_command(
     pp: Pp = 4,
     sharded_parameters: Sharded = False,
     s_max: SMax = None,
+    max_document_tokens: MaxDocumentTokens = None,
     model: Model = None,
     crossover: Crossover = None,
     profile: ProfileFile = None,
@@ -74,7 +92,9 @@ def analyze_command(
     max_delay: MaxDelay = 1.0,
     seed: Seed = 0,
     stored_order: Annotated[bool, typer.Option("--stored-order", help="Read documents as stored.")] = False,
-    recommend: Annotated[bool, typer.Option(help="Search for recommended settings.")] = True,
+    recommend_settings: Annotated[
+        bool, typer.Option("--recommend/--no-recommend", help="Search for recommended settings.")
+    ] = True,
     tune_steps: TuneSteps = None,
     solver_windows: Annotated[int, typer.Option(help="Steps' worth of documents for the solver.", min=0)] = 3,
     tokenizer: Tokenizer = None,
@@ -83,11 +103,13 @@ def analyze_command(
     max_documents: MaxDocuments = None,
     workers: Workers = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything as JSON.")] = None,
+    yaml: YamlFile = None,
     png: Annotated[Path | None, typer.Option(help="Draw the packers' times; lengths go to *-lengths.png.")] = None,
 ) -> None:
     """Compare all packers on the same documents, and recommend settings."""
-    check_folders(json_file, png)
-    config = PackingConfig(context, micro_batches, dp, pp, sharded_parameters, max_tokens_per_micro_batch=s_max)
+    check_folders(json_file, yaml, png)
+    config = _layout(context, micro_batches, dp, pp, sharded_parameters, s_max, max_document_tokens)
+    _check_comparable(config)
     workload, priced_by = choose_workload(
         model=model,
         crossover=crossover,
@@ -98,23 +120,29 @@ def analyze_command(
     with progress("reading lengths") as show:
         source = _read(data, tokenizer, text_column, split, max_documents, seed)
         analysis = analyze(
-            source.lengths,
-            workload,
-            config,
+            *(source.lengths, workload, config),
             steps=steps,
             seed=seed,
             stored_order=stored_order,
             solver_windows=solver_windows,
-            tuner=_tuner(workload, config, max_delay, None, seed, workers, show, tune_steps) if recommend else None,
             progress=show,
         )
     console = Console()
     for part in analysis_tables(analysis, source.description, priced_by, config):
         console.print(part)
+    with progress("searching settings") as show:
+        search = _tuner(workload, config, max_delay, None, seed, workers, show, tune_steps)
+        found = recommend(analysis, workload, search) if recommend_settings else None
+    for part in recommendation_tables(analysis, found, config):
+        console.print(part)
+    best = analysis.result("steady") if found is None else found.result
+    _write_yaml(yaml, best.config)
     if json_file is not None:
-        write_json(json_file, {"source": source.description, "workload": priced_by, **analysis.to_dict()})
+        told = {"source": source.description, "workload": priced_by}
+        advice = NO_RECOMMENDATION if found is None else found.to_dict()
+        write_json(json_file, {**told, **analysis.to_dict(best), **advice})
     if png is not None:
-        _draw(analysis, png, context)
+        _draw(analysis, best, png, context)
 
 
 @app.command("tune")
@@ -127,6 +155,7 @@ def tune_command(
     pp: Pp = 4,
     sharded_parameters: Sharded = False,
     s_max: SMax = None,
+    max_document_tokens: MaxDocumentTokens = None,
     model: Model = None,
     crossover: Crossover = None,
     profile: ProfileFile = None,
@@ -147,11 +176,17 @@ def tune_command(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the recommended packing settings (PackingConfig.from_dict).")
     ] = None,
+    yaml: YamlFile = None,
     report: Annotated[Path | None, typer.Option(help="Write every setting tried and its figures as JSON.")] = None,
 ) -> None:
     """Try settings on a simulated stream of your lengths, and recommend one."""
-    check_folders(json_file, report)
-    config = PackingConfig(context, micro_batches, dp, pp, sharded_parameters, max_tokens_per_micro_batch=s_max)
+    check_folders(json_file, yaml, report)
+    config = _layout(context, micro_batches, dp, pp, sharded_parameters, s_max, max_document_tokens)
+    if not config.balances:
+        raise ValueError(
+            f"there is nothing to tune for --dp {dp}, --pp {pp} and --micro-batches {micro_batches}: a step takes as "
+            "long whichever documents train together. Give the layout that you will train with."
+        )
     workload, priced_by = choose_workload(
         model=model,
         crossover=crossover,
@@ -165,8 +200,10 @@ def tune_command(
         search = _tuner(workload, config, max_delay, max_token_variation, seed, workers, show, steps, packers)
         result = search(source.lengths)
     console = Console()
-    for part in tuning_tables(result, source.description, priced_by, config):
+    longer = int((source.lengths > (config.longest_document or context)).sum())
+    for part in tuning_tables(result, source.description, priced_by, config, longer):
         console.print(part)
+    _write_yaml(yaml, result.recommended.config)
     if json_file is not None:
         write_json(json_file, result.recommended.config.to_dict())
     if report is not None:
@@ -221,8 +258,38 @@ def _mapper(workers: int) -> Iterator[Mapper]:
         yield parallel
 
 
-def _draw(analysis: Analysis, path: Path, context_length: int) -> None:
+def _draw(analysis: Analysis, best: CaseResult, path: Path, context_length: int) -> None:
     from hf_wlb.plots import plot_length_histogram, plot_packer_bars
 
-    plot_length_histogram(analysis.summary, path.with_name(f"{path.stem}-lengths.png"), context_length=context_length)
-    plot_packer_bars(analysis.bars(), path)
+    lengths = path.with_name(f"{path.stem}-lengths.png")
+    plot_length_histogram(analysis.summary, lengths, context_length=context_length)
+    plot_packer_bars(analysis.bars(*(() if best in analysis.results else (best,))), path)
+
+
+def _layout(
+    context: int, micro_batches: int, dp: int, pp: int, sharded: bool, s_max: int | None, longest: int | None
+) -> PackingConfig:
+    """Documents above the context length are split there, unless something else is asked for: equal work for all."""
+    return PackingConfig(
+        context,
+        micro_batches,
+        dp,
+        pp,
+        sharded,
+        max_tokens_per_micro_batch=s_max,
+        max_document_tokens=context if longest is None else longest,
+    )
+
+
+def _check_comparable(config: PackingConfig) -> None:
+    if config != comparable(config):
+        raise ValueError(
+            f"--max-document-tokens {config.max_document_tokens} is above the context length of "
+            f"{config.context_length:,}, which some of the packers compared cannot exceed. Raise --context, or see "
+            "`hf-wlb tune`."
+        )
+
+
+def _write_yaml(file: Path | None, config: PackingConfig) -> None:
+    if file is not None:
+        file.write_text("".join(f"{line}\n" for line in arguments_lines(config)), encoding="utf-8")

@@ -6,7 +6,7 @@ from hf_wlb.packing.planner import StepPlanner, make_packer
 from hf_wlb.packing.reader import ArraySource, DocumentReader, DocumentSource, ReaderCounts
 from hf_wlb.packing.step_time import StepTimeModel
 from hf_wlb.packing.tuning import length_stream, tune
-from hf_wlb.packing.tuning_result import TuningPoint, TuningResult
+from hf_wlb.packing.tuning_result import TuningPoint, TuningResult, describe_settings
 from hf_wlb.packing.types import Document, MicroBatch, StepPlan
 from hf_wlb.packing.watching import WatchedStep, tokens_by_wait, watch
 
@@ -27,6 +27,7 @@ __all__ = [
     "TuningPoint",
     "TuningResult",
     "WatchedStep",
+    "describe_settings",
     "length_stream",
     "make_packer",
     "measure",

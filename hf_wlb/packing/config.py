@@ -116,7 +116,7 @@ class PackingConfig:
 
     @property
     def balances(self) -> bool:
-        """Whether it matters for time what trains together: there are replicas, or stages with several micro-batches."""
+        """Whether it matters for time what trains together: there are replicas, or stages and several micro-batches."""
         return self.dp_size > 1 or (self.pp_size > 1 and self.micro_batches > 1)
 
     @property

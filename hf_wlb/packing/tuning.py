@@ -169,11 +169,13 @@ def tune(
         else:
             _search_steady(trials, config)
     points = tuple(trials.points.values())
+    comparable = [point for point in points if not limits.cuts_more(point)] or points
     best = {
         packer: choose([p for p in points if p.config.packer == packer], limits)[0] for packer in dict.fromkeys(packers)
     }
     recommended, reason = choose(points, limits)
-    return TuningResult(points, pareto_front(points), best, recommended, reason, steps, max_delay)
+    default = trials.points.get(_default_steady(config))
+    return TuningResult(points, pareto_front(comparable), best, default, recommended, reason, steps, max_delay)
 
 
 class _Trials:
@@ -254,13 +256,29 @@ def _search_steady(trials: _Trials, config: PackingConfig) -> None:
         max_waiting_contexts=None,
         max_tokens_per_micro_batch=_search_size(sizes, config, "steady"),
     )
-    default = base.waiting_limit / base.context_length
+    default = _waiting_contexts(base)
     trials.run(
         replace(base, max_time_gap=gap, max_waiting_contexts=round(multiple * default, 1))
         for gap in TIME_GAPS
         for multiple in WAITING_MULTIPLES
     )
+    trials.run([_default_steady(config)])
     _try_sizes(trials, "steady", sizes)
+
+
+def _default_steady(config: PackingConfig) -> PackingConfig:
+    """What is trained with if nothing is tuned, written as the settings that are tried."""
+    usual = replace(config, packer="steady", thresholds=None, max_waiting_contexts=None)
+    return replace(
+        usual,
+        max_time_gap=PackingConfig.max_time_gap,
+        max_waiting_contexts=round(_waiting_contexts(usual), 1),
+        max_tokens_per_micro_batch=config.s_max,
+    )
+
+
+def _waiting_contexts(config: PackingConfig) -> float:
+    return config.waiting_limit / config.context_length
 
 
 def _try_sizes(trials: _Trials, packer: str, sizes: list[int]) -> None:

@@ -62,17 +62,25 @@ class TuningPoint:
     @property
     def description(self) -> str:
         """The setting in words."""
-        s_max = f"S_max {self.memory_factor:.4g} x context"
-        if self.config.packer == "wlb":
-            thresholds = self.config.thresholds or ()
-            return f"wlb, outliers from {', '.join(f'{t:,}' for t in thresholds)} tokens, {s_max}"
-        waiting = self.config.waiting_limit / self.config.context_length
-        gap = self.config.max_time_gap
-        return f"steady, max_time_gap {gap:g}, up to {waiting:g} contexts waiting, {s_max}"
+        return describe_settings(self.config)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {**asdict(self), "config": self.config.to_dict(), "description": self.description}
+
+
+def describe_settings(config: PackingConfig) -> str:
+    """The settings of ``wlb`` or ``steady`` in words.
+
+    >>> describe_settings(PackingConfig(8192, micro_batches_per_replica=4))
+    'steady, max_time_gap 0.03, up to 10 contexts waiting, S_max 1.25 x context'
+    """
+    s_max = f"S_max {config.s_max / config.context_length:.4g} x context"
+    if config.packer == "wlb":
+        thresholds = config.thresholds or (config.context_length // 4, config.context_length // 2)
+        return f"wlb, outliers from {', '.join(f'{t:,}' for t in thresholds)} tokens, {s_max}"
+    waiting = config.waiting_limit / config.context_length
+    return f"steady, max_time_gap {config.max_time_gap:g}, up to {waiting:g} contexts waiting, {s_max}"
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,10 @@ class TuningResult:
 
     Attributes:
         points: Every setting tried, in the order in which they were tried.
-        pareto: Those that no other beats in time and delay at once, fastest first.
+        pareto: Those that no other beats in time and delay at once, fastest first; of those that do not cut more
+            documents than the settings that were given to ``tune``, unless all do.
         best: The best setting of every packer tried, by the same rule as ``recommended``.
+        default: The packer ``steady`` as it is without tuning, if it was tried.
         recommended: The one to take.
         reason: Why, in a sentence.
         steps: Steps simulated with each.
@@ -92,6 +102,7 @@ class TuningResult:
     points: tuple[TuningPoint, ...]
     pareto: tuple[TuningPoint, ...]
     best: dict[str, TuningPoint]
+    default: TuningPoint | None
     recommended: TuningPoint
     reason: str
     steps: int
@@ -121,9 +132,13 @@ class Limits:
     def allow(self, point: TuningPoint) -> bool:
         """Whether the setting keeps them."""
         variation = self.max_token_variation
-        if point.context_lost > self.max_context_lost:  # less work is no better balance
+        if self.cuts_more(point):
             return False
         return point.delay <= self.max_delay and (variation is None or point.token_variation <= variation)
+
+    def cuts_more(self, point: TuningPoint) -> bool:
+        """Whether it cuts more off documents than is allowed: less work is no better balance."""
+        return point.context_lost > self.max_context_lost
 
     @property
     def description(self) -> str:
@@ -146,7 +161,7 @@ def choose(points: Sequence[TuningPoint], limits: Limits) -> tuple[TuningPoint, 
     """Least time within the limits, or a smaller S_max if that costs next to nothing; and why."""
     allowed = [point for point in points if limits.allow(point)]
     if not allowed:
-        uncut = [point for point in points if point.context_lost <= limits.max_context_lost] or points
+        uncut = [point for point in points if not limits.cuts_more(point)] or points
         chosen = min(uncut, key=lambda p: (p.delay, p.time_gap, p.config.s_max))
         return chosen, (
             f"None of {len(points)} settings kept {limits.description}; {chosen.description} delays least, "

@@ -9,7 +9,8 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_wlb import AnalyticWorkload, WLBTrainingArguments
-from hf_wlb.argument_names import named_as_arguments
+from hf_wlb.argument_names import as_arguments, named_as_arguments
+from hf_wlb.packing import PackingConfig
 from hf_wlb.parallel import ParallelSizes
 from hf_wlb.sharding import ShardingConfig
 from tests.support.tiny_llama import tiny_llama
@@ -378,3 +379,19 @@ def test_options_that_the_packer_does_not_look_at_are_said(
     arguments(tmp_path, **options)
     assert all(sentence in caplog.text for sentence in said)
     assert len(caplog.records) == bool(said)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PackingConfig(64, 2, max_time_gap=0.05, max_waiting_contexts=5.0, max_wait_steps=7, outlier_tokens=9),
+        PackingConfig(64, 3, packer="wlb", thresholds=(16, 32), max_tokens_per_micro_batch=96, max_document_tokens=64),
+        PackingConfig(64, 2, packer="greedy", window_steps=4, oversize="truncate", empty="skip"),
+    ],
+)
+def test_settings_are_written_as_the_arguments_that_make_them(config: PackingConfig, tmp_path: Path) -> None:
+    args = WLBTrainingArguments(str(tmp_path), use_cpu=True, **as_arguments(config))
+    made = args.packing_config(1)
+    assert replace(made, max_tokens_per_micro_batch=made.s_max) == replace(
+        config, max_tokens_per_micro_batch=config.s_max
+    )

@@ -5,15 +5,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import hf_wlb
-from hf_wlb.analysis import PackerCase, analyze, choose_workload, equal_documents, read_lengths, run_case
+from hf_wlb.analysis import (
+    PackerCase,
+    analyze,
+    choose_workload,
+    comparable,
+    equal_documents,
+    read_lengths,
+    recommend,
+    run_case,
+)
 from hf_wlb.analysis.inputs import holds_lengths
 from hf_wlb.analysis.tables import histogram_rows
 from hf_wlb.cli import app, base
 from hf_wlb.lengths import length_summary, sample_lengths
-from hf_wlb.packing import PackingConfig
+from hf_wlb.packing import PackingConfig, tune
 from hf_wlb.workload import AnalyticWorkload
 
 WORKLOAD = AnalyticWorkload.from_crossover(1536)
@@ -59,6 +69,48 @@ def test_analyze_recommends(lengths_file) -> None:
     result = run("analyze", lengths_file, *SMALL, "--steps", 5, "--tune-steps", 2, "--solver-windows", 0)
     assert result.exit_code == 0, result.output
     assert "Recommended: " in text_of(result) and "The solver was left out" in text_of(result)
+
+
+def test_what_is_recommended_becomes_settings(lengths_file, tmp_path) -> None:
+    written, report = tmp_path / "settings.yaml", tmp_path / "analysis.json"
+    given = [*SMALL, "--steps", 8, "--tune-steps", 8, "--solver-windows", 0]
+    result = run("analyze", lengths_file, *given, "--yaml", written, "--json", report)
+    assert result.exit_code == 0, result.output
+    settings = yaml.safe_load(written.read_text())
+    content = json.loads(report.read_text())
+    assert settings == content["arguments"]
+    assert settings["packer"] == content["recommended"]["config"]["packer"]
+    assert (settings["context_length"], settings["max_document_tokens"]) == (8192, 8192)
+    assert all(f"{name}: " in result.stdout for name in settings)
+    assert content["speedup"]["of"] in ("steady", "recommended")
+
+
+def test_the_note_that_data_repeat_comes_first(lengths_file) -> None:
+    text = text_of(run("analyze", lengths_file, *SMALL, "--steps", 100, "--no-recommend", "--solver-windows", 0))
+    assert text.index("Note: The data have") < text.index("Every packer gets the same")
+
+
+def test_a_layout_without_anything_to_balance_gets_no_recommendation(lengths_file) -> None:
+    for layout in (["--pp", 1], ["--micro-batches", 1]):
+        result = run("analyze", lengths_file, *SMALL, *layout, "--steps", 4, "--solver-windows", 0)
+        assert result.exit_code == 0, result.output
+        assert "there is nothing to balance between micro-batches" in text_of(result)
+        assert "Recommended" not in result.output
+        assert run("analyze", lengths_file, *SMALL, *layout, "--dp", 2, "--steps", 4, "--no-recommend").exit_code == 0
+        result = run("tune", lengths_file, *SMALL, *layout)
+        assert result.exit_code == 2 and "there is nothing to tune for" in result.stderr
+
+
+def test_both_commands_split_documents_alike(tmp_path) -> None:
+    (tmp_path / "lengths.json").write_text(json.dumps([20_000, 9_000, 500, 3_000] * 40))
+    given = [tmp_path / "lengths.json", *SMALL, "--packer", "steady", "--steps", 4]
+    result = run("tune", *given)
+    assert "Note: 80 documents are longer than 8,192 tokens" in text_of(result)
+    assert "max_document_tokens: 8192" in result.stdout
+    whole = run("tune", *given, "--s-max", 20_000, "--max-document-tokens", 20_000)
+    assert "Note" not in text_of(whole) and "max_document_tokens: 20000" in whole.stdout
+    refused = run("analyze", given[0], *SMALL, "--s-max", 20_000, "--max-document-tokens", 20_000)
+    assert refused.exit_code == 2 and "--max-document-tokens 20000 is above the context length" in refused.stderr
 
 
 def test_without_data_the_sampler_is_named() -> None:
@@ -182,6 +234,20 @@ def test_lengths_of_npy_stay_mapped(tmp_path) -> None:
 def test_a_saved_workload_is_read(tmp_path) -> None:
     WORKLOAD.save(tmp_path / "w.json")
     assert choose_workload(profile=str(tmp_path / "w.json"))[0] == WORKLOAD
+
+
+@pytest.mark.parametrize("max_delay", [0.2, 1.0, 3.0])
+def test_what_is_recommended_is_not_beaten_by_the_default(max_delay) -> None:
+    lengths = np.minimum(np.maximum(sample_lengths(3000) // 16, 1), CONFIG.context_length)
+    analysis = analyze(lengths, WORKLOAD, CONFIG, steps=30, solver_windows=0)
+    config = comparable(CONFIG)
+    found = recommend(analysis, WORKLOAD, lambda stream: tune(stream, WORKLOAD, config, max_delay=max_delay, steps=20))
+    default = analysis.result("steady")
+    assert found is not None
+    if default.report.delay <= max_delay:
+        assert found.result.total_time <= default.total_time
+    assert found.result.report.delay <= max_delay + 0.005 or "kept the mean delay within" in found.reason
+    assert found.result.total_tokens == default.total_tokens
 
 
 def test_every_packer_trains_the_same_tokens() -> None:

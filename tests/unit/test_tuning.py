@@ -39,6 +39,13 @@ def test_the_recommendation_keeps_the_delay_and_is_nearly_the_fastest(result) ->
     assert result.recommended.config.s_max == min(near)
 
 
+def test_the_default_settings_are_among_them(result) -> None:
+    assert result.default in result.points
+    config = result.default.config
+    assert (config.packer, config.s_max, config.max_time_gap) == ("steady", int(1.25 * CONTEXT), 0.03)
+    assert config.waiting_limit == CONFIG.waiting_limit
+
+
 def test_all_dimensions_are_tried(result) -> None:
     wlb = [p.config for p in result.points if p.config.packer == "wlb"]
     steady = [p.config for p in result.points if p.config.packer == "steady"]
@@ -153,3 +160,4 @@ def test_an_s_max_that_cuts_documents_is_not_recommended() -> None:
     cutting = [p for p in found.points if p.config.s_max < 20_000]
     assert cutting and all(p.context_lost > 0.05 for p in cutting)
     assert found.recommended.config.s_max >= 20_000 and found.recommended.context_lost == 0
+    assert all(point.context_lost == 0 for point in found.pareto)

@@ -107,7 +107,7 @@ class WLBTrainingArguments(TrainingArguments):
     outlier_tokens: int | None = _option(None, "Packer steady: documents from this length on may have to wait.")
     max_time_gap: float = _option(0.03, "Packer steady: how much longer than perfectly balanced a step may become.")
     max_wait_steps: int = _option(
-        20, "Packer steady: steps after which a document goes before all others; more than fit into a step wait on."
+        20, "Packer steady: steps after which a document goes first; what then fits into no step waits on."
     )
     max_waiting_contexts: float | None = _option(None, "Packer steady: context lengths' worth of tokens that may wait.")
     window_steps: int = _option(1, "Packer greedy: global batches packed together.")

@@ -138,9 +138,8 @@ def analyze_command(
     best = analysis.result("steady") if found is None else found.result
     _write_yaml(yaml, best.config)
     if json_file is not None:
-        told = {"source": source.description, "workload": priced_by}
         advice = NO_RECOMMENDATION if found is None else found.to_dict()
-        write_json(json_file, {**told, **analysis.to_dict(best), **advice})
+        write_json(json_file, {**_told(source, priced_by), **analysis.to_dict(best), **advice})
     if png is not None:
         _draw(analysis, best, png, context)
 
@@ -207,7 +206,7 @@ def tune_command(
     if json_file is not None:
         write_json(json_file, result.recommended.config.to_dict())
     if report is not None:
-        write_json(report, {"source": source.description, "workload": priced_by, **result.to_dict()})
+        write_json(report, {**_told(source, priced_by), **result.to_dict()})
 
 
 def _read(
@@ -279,6 +278,10 @@ def _layout(
         max_tokens_per_micro_batch=s_max,
         max_document_tokens=context if longest is None else longest,
     )
+
+
+def _told(source: LengthSource, priced_by: str) -> dict[str, Any]:
+    return {"source": source.description, "workload": priced_by}
 
 
 def _check_comparable(config: PackingConfig) -> None:

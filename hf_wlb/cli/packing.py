@@ -108,8 +108,7 @@ def analyze_command(
 ) -> None:
     """Compare all packers on the same documents, and recommend settings."""
     check_folders(json_file, yaml, png)
-    config = _layout(context, micro_batches, dp, pp, sharded_parameters, s_max, max_document_tokens)
-    _check_comparable(config)
+    config = _checked(_layout(context, micro_batches, dp, pp, sharded_parameters, s_max, max_document_tokens))
     workload, priced_by = choose_workload(
         model=model,
         crossover=crossover,
@@ -284,13 +283,15 @@ def _told(source: LengthSource, priced_by: str) -> dict[str, Any]:
     return {"source": source.description, "workload": priced_by}
 
 
-def _check_comparable(config: PackingConfig) -> None:
+def _checked(config: PackingConfig) -> PackingConfig:
+    """For ``analyze``, whose packers all split documents alike."""
     if config != comparable(config):
         raise ValueError(
             f"--max-document-tokens {config.max_document_tokens} is above the context length of "
             f"{config.context_length:,}, which some of the packers compared cannot exceed. Raise --context, or see "
             "`hf-wlb tune`."
         )
+    return config
 
 
 def _write_yaml(file: Path | None, config: PackingConfig) -> None:

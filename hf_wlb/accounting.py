@@ -149,11 +149,13 @@ _SUMMARY = (
     "token_variation",
     "context_lost",
 )
+_OF_REGULAR_STEPS = ("imbalance", "time_gap", "token_variation")
 
 
 def packing_summary(report: PackingReport) -> dict[str, float]:
-    """Figures of a report for the log."""
-    return {f"packing_{name}": getattr(report, name) for name in _SUMMARY}
+    """Figures of a report for the log; without those of regular steps, where the data ended in the first one."""
+    absent = () if report.steps else _OF_REGULAR_STEPS
+    return {f"packing_{name}": getattr(report, name) for name in _SUMMARY if name not in absent}
 
 
 def save_planner_state(checkpoint: str, step: int, data: dict[str, Any]) -> None:

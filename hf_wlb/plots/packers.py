@@ -234,12 +234,14 @@ def plot_packer_bars(
     axes = only[0]
     names = [name for name, _ in rows]
     colours = packer_colours(names)
-    excess = [(ratio - 1.0) * 100.0 for _, ratio in rows]
+    excess = [round((ratio - 1.0) * 100.0, 6) + 0.0 for _, ratio in rows]  # + 0.0: a label of -0.0 goes to the left
     bars = axes.barh(range(len(rows)), excess, color=[colours[name] for name in names], height=0.68)
     axes.bar_label(bars, [f" {ratio:.3f} x" for _, ratio in rows], fontsize=9, color=INK, padding=2)
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
-    axes.set_xlim(min([0.0, *excess]), max([5.0, *excess]) * 1.16)
+    high = max([5.0, *excess]) * 1.16
+    low = min(excess)
+    axes.set_xlim(low - 0.16 * (high - low) if low < 0 else 0.0, high)  # room for the labels of bars to the left
     axes.xaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g}%" if percent else "0"))
     axes.set_xlabel("longer than the same work in perfect balance")
     axes.grid(axis="x", color="#E4E4E4", linewidth=0.7)

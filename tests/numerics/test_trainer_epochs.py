@@ -75,3 +75,15 @@ def test_steps_beyond_the_counted_epochs_are_trained(tmp_path: Path) -> None:
 def test_no_epochs_are_no_steps(tmp_path: Path) -> None:
     trainer, recorder = train(tmp_path, ROWS, num_train_epochs=0, **FIXED)
     assert trainer.state.global_step == 0 and recorder.losses == []
+
+
+def test_the_summary_of_data_that_one_step_reads_makes_up_no_imbalance(tmp_path: Path) -> None:
+    """It was 0, which no step's can be."""
+    few, many = (trainer_of(tmp_path, rows_of(lengths), max_steps=-1)[0] for lengths in ([5, 4], [5, 9] * 20))
+    for trainer in (few, many):
+        trainer.train()
+    of_few, of_many = few.state.log_history[-1], many.state.log_history[-1]
+    assert of_few["packing_documents"] == 2
+    names = {f"packing_{name}" for name in ("imbalance", "time_gap", "token_variation")}
+    assert not names & of_few.keys()
+    assert names <= of_many.keys() and of_many["packing_imbalance"] >= 1

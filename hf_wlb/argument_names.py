@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
+
+import yaml
 
 from hf_wlb.packing.config import PackingConfig
 
@@ -22,11 +24,12 @@ _ARGUMENTS = {
 _SETTINGS = re.compile(rf"(?<![\w'/.-])({'|'.join(_ARGUMENTS)})(?![\w'/.-])")  # neither values nor parts of paths
 
 
-#: What only one packer looks at, and its default.
+#: What only one packer looks at.
 _OF_PACKERS: dict[str, tuple[str, ...]] = {
     "wlb": ("thresholds",),
     "steady": ("outlier_tokens", "max_time_gap", "max_wait_steps", "max_waiting_contexts"),
     "greedy": ("window_steps",),
+    "solver": ("window_steps",),
 }
 
 
@@ -72,22 +75,11 @@ def named_as_arguments() -> Iterator[None]:
 
 
 def yaml_value(value: Any) -> str:
-    """A scalar or a list as YAML has it.
+    """A scalar or a list as YAML has it in one line.
 
-    >>> [yaml_value(value) for value in (True, "no", "runs/a b", 2e-05, 0.03, [9, 8], 7)]
-    ['true', "'no'", 'runs/a b', '2.0e-05', '0.03', '[9, 8]', '7']
+    >>> [yaml_value(value) for value in (True, "no", "runs/a b", 2e-05, 0.03, [9, 8], 7, "0x1F", None)]
+    ['true', "'no'", 'runs/a b', '2.0e-05', '0.03', '[9, 8]', '7', "'0x1F'", 'null']
     """
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        mantissa, exponent, power = repr(value).partition("e")
-        # YAML 1.1 takes 2e-05 for a string.
-        return mantissa + ("" if "." in mantissa or not exponent else ".0") + exponent + power
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(yaml_value, value))}]"
-    if isinstance(value, str):
-        plain = value and value[0].isalnum() | (value[0] in "./") and not set(value) & set(":#{}[],&*?|<>=!%@`\"'\\\n")
-        words = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-        number = value.replace(".", "").replace("_", "").replace("e", "").replace("-", "").isdigit()
-        return value if plain and value.lower() not in words and not number else "'" + value.replace("'", "''") + "'"
-    return str(value)
+    in_one_line = '"' if isinstance(value, str) and "\n" in value else None
+    written: str = yaml.safe_dump(value, default_flow_style=True, default_style=in_one_line, width=float("inf"))
+    return written.strip().removesuffix("\n...")

@@ -340,10 +340,11 @@ def _notes(
             "train together: there is nothing to balance between micro-batches, and only padding to save."
         )
     cut = next(result for result in results if result.config.packer == "concat-and-cut")
-    notes.append(
-        f"concat-and-cut cuts documents: {cut.report.context_lost:.1%} of its tokens lost the beginning of their "
-        f"document, and it did {cut.work_share:.1%} of the work of whole ones. Its time is flattered by that."
-    )
+    if cut.work_share < 1:
+        notes.append(
+            f"concat-and-cut cuts documents: {cut.report.context_lost:.1%} of its tokens lost the beginning of their "
+            f"document, and it did {cut.work_share:.1%} of the work of whole ones. Its time is flattered by that."
+        )
     if not any(result.config.packer == "solver" for result in results):
         notes.append("The solver was left out: a step has too many documents for it, or none was asked for.")
     return notes

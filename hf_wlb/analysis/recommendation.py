@@ -8,14 +8,15 @@ from typing import Any
 
 from hf_wlb.analysis.cases import PackerCase, comparable
 from hf_wlb.analysis.comparison import Analysis, CaseResult, run_case
-from hf_wlb.argument_names import as_arguments
 from hf_wlb.lengths import IntArray
-from hf_wlb.packing import PackingConfig, TuningResult, describe_settings
+from hf_wlb.packing import PackingConfig, TuningPoint, TuningResult, describe_settings
 from hf_wlb.workload import WorkloadModel
 
 LABEL = "recommended"
 #: In the place of ``Recommendation.to_dict()`` where there is none.
-NO_RECOMMENDATION: dict[str, Any] = {"recommended": None, "arguments": None, "reason": None, "pareto": []}
+NO_RECOMMENDATION: dict[str, Any] = {"recommended": None, "reason": None, "pareto": []}
+#: So many of the fastest settings of the search take the documents of the analysis.
+FINALISTS = 8
 #: The defaults are preferred to what takes less time by no more than this share.
 DEFAULT_PREFERRED = 0.005
 _ROUNDING = 0.005  # of a delay that is printed with two decimals
@@ -44,7 +45,6 @@ class Recommendation:
         """Plain JSON types."""
         return {
             "recommended": self.result.to_dict(),
-            "arguments": as_arguments(self.result.config),
             "reason": self.reason,
             "pareto": [point.to_dict() for point in self.tuning.pareto],
         }
@@ -78,7 +78,7 @@ def recommend(
                 tried[config] = run_case(PackerCase(LABEL, config), analysis.stream, workload)
         return [result for result in tried.values() if result.report.delay <= tuning.max_delay + _ROUNDING]
 
-    within = run([tuning.recommended.config, *(point.config for point in tuning.best.values())])
+    within = run([tuning.recommended.config, *(point.config for point in [*tuning.best.values(), *_fastest(tuning)])])
     for point in tuning.pareto:  # the fastest first, with ever less delay
         if within:
             break
@@ -89,27 +89,33 @@ def recommend(
         best = min(within, key=lambda result: result.total_time)
         if default in within and default.total_time <= best.total_time * (1 + DEFAULT_PREFERRED):
             best = default
-    return Recommendation(best, _reason(best, default, bool(within), tuning), tuning)
+    return Recommendation(best, _reason(best, default, bool(within), len(tried), tuning), tuning)
 
 
-def _reason(best: CaseResult, default: CaseResult, within: bool, tuning: TuningResult) -> str:
-    figures = f"{_over(best)} over perfect balance, with a mean delay of {best.report.delay:.2f} steps"
+def _fastest(tuning: TuningResult) -> list[TuningPoint]:
+    allowed = [point for point in tuning.points if point.delay <= tuning.max_delay + _ROUNDING]
+    return sorted(allowed, key=lambda point: point.time_gap)[:FINALISTS]
+
+
+def _reason(best: CaseResult, default: CaseResult, within: bool, tried: int, tuning: TuningResult) -> str:
+    limit = f"the mean delay within {tuning.max_delay:g} steps"
+    searched = f"the best {tried} of {len(tuning.points)} settings searched"
+    if best is default and within:
+        return (
+            f"These are the default settings: of {searched}, none keeps {limit} and takes less time for these "
+            f"documents by {DEFAULT_PREFERRED:.1%} or more: {_figures(best)}."
+        )
+    others = "" if best is default else f" The default settings, steady: {_figures(default)}."
     if not within:
-        return (
-            f"None of {len(tuning.points)} settings kept the mean delay within {tuning.max_delay:g} steps on these "
-            f"documents; this one delays least: {figures}."
-        )
-    if best is default:
-        return (
-            f"These are the default settings: of {len(tuning.points)} that were tried none takes less time for these "
-            f"documents by {DEFAULT_PREFERRED * 100:g}% or more and keeps the mean delay within {tuning.max_delay:g} "
-            f"steps: {figures}."
-        )
-    kept = "" if default.report.delay <= tuning.max_delay + _ROUNDING else ", which is more than allowed"
+        return f"Of {searched}, none keeps {limit} on these documents; this one delays least: {_figures(best)}.{others}"
+    return f"Of {searched}, it takes the least time for these documents that keeps {limit}: {_figures(best)}.{others}"
+
+
+def _figures(result: CaseResult) -> str:
+    report = result.report
     return (
-        f"Of {len(tuning.points)} settings it takes the least time for these documents that keeps the mean delay "
-        f"within {tuning.max_delay:g} steps: {figures}. The default settings take {_over(default)} over perfect "
-        f"balance, with a mean delay of {default.report.delay:.2f} steps{kept}."
+        f"{_over(result)} over perfect balance, with a mean delay of {report.delay:.2f} steps, a token variation of "
+        f"{report.token_variation:.3f} and S_max {result.config.s_max / result.config.context_length:.4g} x context"
     )
 
 

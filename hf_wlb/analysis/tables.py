@@ -107,12 +107,21 @@ def arguments_block(config: PackingConfig) -> Iterator[Text]:
 
 
 def arguments_lines(config: PackingConfig) -> list[str]:
-    """Lines of YAML.
+    """Lines of YAML, the last of which says for which layout.
 
-    >>> arguments_lines(PackingConfig(8192, micro_batches_per_replica=4, packer="next-fit"))
-    ['context_length: 8192', 'gradient_accumulation_steps: 4', 'packer: next-fit']
+    >>> for line in arguments_lines(PackingConfig(8192, micro_batches_per_replica=4, pp_size=2, packer="next-fit")):
+    ...     print(line)
+    context_length: 8192
+    gradient_accumulation_steps: 4
+    packer: next-fit
+    # for 1 replica of 4 micro-batches a step, 2 pipeline stages: give the layout, too (pp_size, fsdp), and what \
+documents cost (workload_profile or workload_crossover)
     """
-    return [f"{name}: {yaml_value(value)}" for name, value in as_arguments(config).items()]
+    layout = (
+        f"# for {_layout(config)}: give the layout, too (pp_size, fsdp), and what documents cost (workload_profile or "
+        "workload_crossover)"
+    )
+    return [*(f"{name}: {yaml_value(value)}" for name, value in as_arguments(config).items()), layout]
 
 
 def _heading(source: str, priced_by: str, config: PackingConfig, crossover: float | None) -> Iterator[RenderableType]:

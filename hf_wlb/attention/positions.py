@@ -13,11 +13,18 @@ class PositionLimit:
 
     Attributes:
         tokens: That many.
-        why: What sets it, and what to do for longer ones, as the end of a sentence.
+        reason: What sets it, as a clause.
+        remedy: What to do for longer ones, as a sentence without its full stop.
     """
 
     tokens: int
-    why: str
+    reason: str
+    remedy: str
+
+    @property
+    def why(self) -> str:
+        """Reason and remedy, as the end of a sentence."""
+        return f"{self.reason}. {self.remedy}."
 
 
 def position_limit(config: Any) -> PositionLimit | None:
@@ -37,8 +44,9 @@ def position_limit(config: Any) -> PositionLimit | None:
     if positions is not None:
         limit = PositionLimit(
             positions,
-            f"the model has positions for {positions:,} (max_position_embeddings). Set max_document_tokens={positions} "
-            "to have longer documents split, or extend the model's positions.",
+            f"the model has positions for {positions:,} (max_position_embeddings)",
+            f"Set max_document_tokens={positions} (of WLBTrainingArguments) to have longer documents split, or extend "
+            "the model's positions",
         )
     for rotary in _rotary_settings(text):
         original = rotary.get("original_max_position_embeddings") or getattr(
@@ -51,10 +59,10 @@ def position_limit(config: Any) -> PositionLimit | None:
             limit = PositionLimit(
                 int(original),
                 f"{type(text).__name__} rotates positions by other factors from {original:,} tokens on (longrope), and "
-                "all documents that are packed together by those of the longest. Set "
-                f"max_document_tokens={original} to have longer documents split, or let all documents have the long "
-                "factors: config.rope_parameters['short_factor'] = config.rope_parameters['long_factor'] before the "
-                "model is made.",
+                "all documents that are packed together by those of the longest",
+                f"Set max_document_tokens={original} (of WLBTrainingArguments) to have longer documents split, or let "
+                "all documents have the long factors: config.rope_parameters['short_factor'] = "
+                "config.rope_parameters['long_factor'] before the model is made",
             )
     return limit
 

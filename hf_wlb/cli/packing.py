@@ -17,12 +17,12 @@ from hf_wlb.analysis import (
     LengthSource,
     analyze,
     choose_workload,
-    comparable,
     read_lengths,
     recommend,
 )
 from hf_wlb.analysis.recommendation import NO_RECOMMENDATION
 from hf_wlb.analysis.tables import analysis_tables, arguments_lines, recommendation_tables, tuning_tables
+from hf_wlb.argument_names import as_arguments
 from hf_wlb.cli.base import (
     Checkpointing,
     Crossover,
@@ -37,6 +37,7 @@ from hf_wlb.cli.base import (
 )
 from hf_wlb.lengths import IntArray
 from hf_wlb.packing import PackingConfig, TuningPoint, TuningResult, tune
+from hf_wlb.packing.config import DEFAULT_MEMORY_FACTOR
 from hf_wlb.packing.tuning import Mapper
 from hf_wlb.workload import WorkloadModel
 
@@ -55,7 +56,7 @@ Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
 Sharded = Annotated[bool, typer.Option("--sharded-parameters", help="FSDP or ZeRO-3 (without a pipeline).")]
 SMax = Annotated[int | None, typer.Option(help="S_max: most tokens of a micro-batch that fit into memory.")]
 Steps = Annotated[int, typer.Option(help="Steps' worth of documents to compare on.")]
-TuneSteps = Annotated[int | None, typer.Option(help="Steps to simulate with each setting (default: 40 to 200).")]
+TuneSteps = Annotated[int | None, typer.Option(min=1, help="Steps to simulate with each setting (default: 40 to 200).")]
 MaxDocumentTokens = Annotated[
     int | None, typer.Option(help="Longest document left whole; longer ones are split. Default: the context length.")
 ]
@@ -63,7 +64,7 @@ YamlFile = Annotated[
     Path | None,
     typer.Option("--yaml", help="Write the recommended settings, else the defaults, as a recipe's YAML."),
 ]
-MaxDelay = Annotated[float, typer.Option(help="Mean steps that a token may wait, for the recommendation.")]
+MaxDelay = Annotated[float, typer.Option(min=0.0, help="Mean steps that a token may wait, for the recommendation.")]
 Seed = Annotated[int, typer.Option(help="Of the order of the documents.")]
 Tokenizer = Annotated[str | None, typer.Option(help="For text: name or folder of a tokenizer.")]
 ColumnOfText = Annotated[str | None, typer.Option(help="For text: the column that holds it.")]
@@ -82,7 +83,6 @@ def analyze_command(
     pp: Pp = 4,
     sharded_parameters: Sharded = False,
     s_max: SMax = None,
-    max_document_tokens: MaxDocumentTokens = None,
     model: Model = None,
     crossover: Crossover = None,
     profile: ProfileFile = None,
@@ -108,7 +108,7 @@ def analyze_command(
 ) -> None:
     """Compare all packers on the same documents, and recommend settings."""
     check_folders(json_file, yaml, png)
-    config = _checked(_layout(context, micro_batches, dp, pp, sharded_parameters, s_max, max_document_tokens))
+    config = _layout(context, micro_batches, dp, pp, sharded_parameters, s_max)
     workload, priced_by = choose_workload(
         model=model,
         crossover=crossover,
@@ -137,7 +137,7 @@ def analyze_command(
     best = analysis.result("steady") if found is None else found.result
     _write_yaml(yaml, best.config)
     if json_file is not None:
-        advice = NO_RECOMMENDATION if found is None else found.to_dict()
+        advice = {**(NO_RECOMMENDATION if found is None else found.to_dict()), "arguments": as_arguments(best.config)}
         write_json(json_file, {**_told(source, priced_by), **analysis.to_dict(best), **advice})
     if png is not None:
         _draw(analysis, best, png, context)
@@ -265,9 +265,15 @@ def _draw(analysis: Analysis, best: CaseResult, path: Path, context_length: int)
 
 
 def _layout(
-    context: int, micro_batches: int, dp: int, pp: int, sharded: bool, s_max: int | None, longest: int | None
+    context: int, micro_batches: int, dp: int, pp: int, sharded: bool, s_max: int | None, longest: int | None = None
 ) -> PackingConfig:
     """Documents above the context length are split there, unless something else is asked for: equal work for all."""
+    most = s_max or int(DEFAULT_MEMORY_FACTOR * context)
+    if longest is not None and context <= most < longest:
+        raise ValueError(
+            f"--max-document-tokens {longest:,} does not fit into a micro-batch of at most {most:,} tokens (--s-max, "
+            f"by default {DEFAULT_MEMORY_FACTOR} x --context). Raise --s-max, or lower --max-document-tokens."
+        )
     return PackingConfig(
         context,
         micro_batches,
@@ -275,23 +281,12 @@ def _layout(
         pp,
         sharded,
         max_tokens_per_micro_batch=s_max,
-        max_document_tokens=context if longest is None else longest,
+        max_document_tokens=min(context, most) if longest is None else longest,
     )
 
 
 def _told(source: LengthSource, priced_by: str) -> dict[str, Any]:
     return {"source": source.description, "workload": priced_by}
-
-
-def _checked(config: PackingConfig) -> PackingConfig:
-    """For ``analyze``, whose packers all split documents alike."""
-    if config != comparable(config):
-        raise ValueError(
-            f"--max-document-tokens {config.max_document_tokens} is above the context length of "
-            f"{config.context_length:,}, which some of the packers compared cannot exceed. Raise --context, or see "
-            "`hf-wlb tune`."
-        )
-    return config
 
 
 def _write_yaml(file: Path | None, config: PackingConfig) -> None:

@@ -101,6 +101,12 @@ def read_tokens(row: Any, name: str) -> Tokens:
             f"{name} has no input_ids; its columns are {sorted(map(str, row))}. Tokenise the documents first, and keep "
             "the column (remove_unused_columns=False in TrainingArguments)."
         )
+    mask = row.get("attention_mask")
+    if mask is not None and not np.asarray(mask).all():
+        raise ValueError(
+            f"{name} is padded: its attention_mask holds zeros. Micro-batches are packed without padding; give the "
+            "documents as they are (padding=False in the tokenizer call)."
+        )
     _refuse_packed_row(row, name)
     input_ids = _integers(row["input_ids"], "input_ids", name)
     labels = row.get("labels")
@@ -113,12 +119,6 @@ def read_tokens(row: Any, name: str) -> Tokens:
                 f"{name} has {len(input_ids)} input_ids but {len(labels)} labels. Labels are one a token, -100 where "
                 "nothing is to be learned, and are shifted by the model."
             )
-    mask = row.get("attention_mask")
-    if mask is not None and not np.asarray(mask).all():
-        raise ValueError(
-            f"{name} is padded: its attention_mask holds zeros. Micro-batches are packed without padding; give the "
-            "documents as they are (padding=False in the tokenizer call)."
-        )
     return Tokens(input_ids, labels)
 
 
@@ -129,11 +129,15 @@ def _refuse_packed_row(row: Mapping[str, Any], name: str) -> None:
             "rows with Trainer and packed.data_collator() (a PackedDataCollator); whatever packs takes the documents."
         )
     positions = row.get("position_ids")
-    if positions is not None and (restarts := int((np.asarray(positions).reshape(-1)[1:] == 0).sum())):
-        raise ValueError(
-            f"{name} holds {restarts + 1} documents that were packed before (its position_ids begin again at 0), and "
-            "they would be trained as one. Give every document a row of its own: documents are packed here."
-        )
+    if positions is not None:
+        if isinstance(positions, torch.Tensor):
+            positions = positions.detach().cpu().to(torch.int64).numpy()
+        steps_back = np.diff(np.atleast_2d(np.asarray(positions)), axis=-1) < 0  # several rows: of several axes
+        if restarts := int(steps_back.sum(axis=-1).max(initial=0)):
+            raise ValueError(
+                f"{name} holds {restarts + 1} documents that were packed before (its position_ids begin again), and "
+                "they would be trained as one. Give every document a row of its own: documents are packed here."
+            )
     packed = row.get("seq_lengths")
     if packed is not None and len(packed) > 1:
         raise ValueError(

@@ -130,8 +130,9 @@ def tune(
 
     ``wlb``: thresholds of 1, 2 and 3 levels; ``steady``: ``max_time_gap`` and ``max_waiting_contexts``; both: S_max.
     Recommended is what takes least modelled time among the settings with a mean delay of at most ``max_delay``; of
-    those within 0.5% of it, one with the smallest S_max. A setting that cuts more documents than ``config`` does,
-    because its S_max is smaller, is never recommended: it would only seem faster.
+    those within 0.5% of it, one with the smallest S_max, but none that the default ``steady`` beats in time and delay
+    at once. A setting that cuts more documents than ``config`` does, because its S_max is smaller, is never
+    recommended: it would only seem faster.
 
     Args:
         lengths_sample: Lengths in tokens, shape [documents]; passes over it in random order make the stream.
@@ -170,11 +171,13 @@ def tune(
             _search_steady(trials, config)
     points = tuple(trials.points.values())
     comparable = [point for point in points if not limits.cuts_more(point)] or points
-    best = {
-        packer: choose([p for p in points if p.config.packer == packer], limits)[0] for packer in dict.fromkeys(packers)
-    }
-    recommended, reason = choose(points, limits)
     default = trials.points.get(_default_steady(config))
+    unbeaten = [point for point in points if default is None or not limits.allow(default) or not default.beats(point)]
+    best = {
+        packer: choose([p for p in unbeaten if p.config.packer == packer] or points, limits)[0]
+        for packer in dict.fromkeys(packers)
+    }
+    recommended, reason = choose(unbeaten, limits)
     return TuningResult(points, pareto_front(comparable), best, default, recommended, reason, steps, max_delay)
 
 

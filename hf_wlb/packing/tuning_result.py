@@ -54,6 +54,11 @@ class TuningPoint:
             context_lost,
         )
 
+    def beats(self, other: TuningPoint) -> bool:
+        """Whether it is better in time or delay and in neither worse, as far as tables show it."""
+        mine, others = ((round(point.time_gap, 3), round(point.delay, 2)) for point in (self, other))
+        return mine != others and mine[0] <= others[0] and mine[1] <= others[1]
+
     @property
     def memory_factor(self) -> float:
         """S_max over the context length."""
@@ -115,6 +120,7 @@ class TuningResult:
             "reason": self.reason,
             "steps": self.steps,
             "max_delay": self.max_delay,
+            "default": None if self.default is None else self.default.to_dict(),
             "best": {packer: point.to_dict() for packer, point in self.best.items()},
             "pareto": [point.to_dict() for point in self.pareto],
             "points": [point.to_dict() for point in self.points],

@@ -20,7 +20,7 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_wlb.attention import position_limit
+from hf_wlb.attention import PositionLimit, position_limit
 from hf_wlb.data import WLBDataCollator
 from hf_wlb.training_args import WLBTrainingArguments
 
@@ -78,19 +78,20 @@ def planned_arguments(
     if not isinstance(args, TrainingArguments):
         raise ValueError(f"WLBTrainer needs WLBTrainingArguments or TrainingArguments, got {type(args).__name__}")
     limit = _positions_of(model, model_options or {})
-    context_length = _sampled_context_length(train_dataset, limit)
+    most = None if limit is None else limit.tokens
+    context_length = _sampled_context_length(train_dataset, most)
     planned = WLBTrainingArguments.from_plain(args, context_length=context_length)
-    if limit is not None and limit < planned.packing_config(1).capacity:
-        planned.max_document_tokens = limit
-        split = f" Documents of more than {limit:,} tokens, which the model has positions for, are split."
-    else:
-        split = ""
+    split = ""
+    if limit is not None and limit.tokens < planned.packing_config(1).capacity:
+        planned.max_document_tokens = limit.tokens
+        split = f" Documents of more than {limit.tokens:,} tokens are split: {limit.reason}."
     logger.warning(
         "WLBTrainer got plain TrainingArguments: a device trains one packed micro-batch of about %s tokens at a time "
-        "(context_length, the longest of up to %s documents, rounded up) instead of %s padded rows, and %s of them per "
-        "step (gradient_accumulation_steps).%s Give WLBTrainingArguments(context_length=...) to choose for yourself.",
+        "(context_length, the longest of up to %s documents%s, rounded up) instead of %s padded rows, and %s of them "
+        "per step (gradient_accumulation_steps).%s Give WLBTrainingArguments(context_length=...) to choose for yourself.",
         f"{context_length:,}",
         f"{_SAMPLED:,}",
+        " or their longest piece" if split else "",
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
         split,
@@ -98,14 +99,13 @@ def planned_arguments(
     return planned
 
 
-def _positions_of(model: Any, options: Mapping[str, Any]) -> int | None:
+def _positions_of(model: Any, options: Mapping[str, Any]) -> PositionLimit | None:
     """Longest document that the model takes, if it is known before the model is made."""
     config = model if isinstance(model, PreTrainedConfig) else getattr(model, "config", None)
     if isinstance(model, str | os.PathLike):
         known = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
         config = AutoConfig.from_pretrained(model, **known)
-    limit = position_limit(config) if isinstance(config, PreTrainedConfig) else None
-    return None if limit is None else limit.tokens
+    return position_limit(config) if isinstance(config, PreTrainedConfig) else None
 
 
 def planned_collator(given: Any) -> WLBDataCollator | None:

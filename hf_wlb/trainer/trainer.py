@@ -215,11 +215,11 @@ class WLBTrainer(
         if self.packing.balances or self.packing.fixed_length or not self.is_world_process_zero():
             return
         logger.warning(
-            "There is nothing to balance between micro-batches on one replica of %s: a step takes as long whichever "
-            "documents train together. Packing saves the padding; for more, train on several processes, or with "
-            "pp_size and several micro-batches a step (gradient_accumulation_steps). plan_pp_size plans as for a "
-            "pipeline, to rehearse.",
-            "one stage" if self.packing.pp_size == 1 else "one micro-batch a step",
+            "There is nothing to balance between micro-batches %s: a step takes as long whichever documents train "
+            "together.%s Data-parallel replicas, or pipeline stages with several micro-batches a step, would gain "
+            "more; plan_pp_size plans as for a pipeline, to rehearse.",
+            "of one replica without pipeline stages" if self.packing.pp_size == 1 else "where a step has only one",
+            " The shards of each are balanced all the same." if self.mesh.cp_size > 1 else "",
         )
 
     def _collator(self, given: WLBDataCollator | None) -> WLBDataCollator:

@@ -4,9 +4,11 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 
 from hf_wlb import PackingConfig, pack_dataset
 from hf_wlb.data import StreamingPackedDataset, WLBDataLoader
+from hf_wlb.data.documents import read_tokens
 from tests.support.documents import WORKLOAD
 from tests.support.training import rows_of, trainer_of
 
@@ -37,8 +39,21 @@ def test_rows_that_were_packed_before_are_refused(tmp_path: Any) -> None:
 
 def test_positions_that_begin_again_are_refused() -> None:
     refused_everywhere(rows(position_ids=[0, 1, 0, 1, 2]), "holds 2 documents that were packed before")
-    loader = WLBDataLoader(datasets.Dataset.from_list(rows(position_ids=[0, 1, 2, 3, 4])), CONFIG, WORKLOAD)
+    for positions in ([7, 8, 9, 7, 8], torch.tensor([0, 1, 2, 0, 1]), torch.tensor([[0.0, 1, 0, 1, 2]])):
+        with pytest.raises(ValueError, match="holds 2 documents that were packed before"):
+            read_tokens({"input_ids": [1] * 5, "position_ids": positions}, "Document 0")
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4], [[0, 1, 2, 2, 2], [0, 1, 1, 2, 2], [0, 0, 0, 1, 2]], None, []])
+def test_positions_of_one_document_are_not(positions: Any) -> None:
+    loader = WLBDataLoader(datasets.Dataset.from_list(rows(position_ids=positions)), CONFIG, WORKLOAD)
     assert next(iter(loader))["input_ids"].shape[1] % 5 == 0
+
+
+def test_padded_rows_are_refused_as_such() -> None:
+    padded = {"input_ids": [1] * 5, "attention_mask": [1, 1, 1, 0, 0], "position_ids": [0, 1, 2, 0, 0]}
+    with pytest.raises(ValueError, match="is padded"):
+        read_tokens(padded, "Document 0")
 
 
 def test_rows_of_pack_dataset_are_refused(tmp_path: Any) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     BatchEncoding,
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
+    Phi3Config,
     TrainingArguments,
     default_data_collator,
 )
@@ -22,6 +23,7 @@ from hf_wlb import WLBTrainer, WLBTrainingArguments
 from hf_wlb.data.text import load_documents
 from hf_wlb.data.tokenization import tokenize_documents, train_byte_level_bpe
 from hf_wlb.presets import preset_config
+from hf_wlb.trainer.swap import planned_arguments
 from tests.support.source_tree import REPOSITORY
 from tests.support.tiny_llama import random_documents, tiny_llama
 from tests.support.training import rows_of, steps_by_epoch
@@ -61,10 +63,26 @@ def test_documents_that_the_model_has_no_positions_for_are_split(tmp_path: Path,
         caplog.clear()
         trainer = WLBTrainer(model, plain(tmp_path, max_steps=2, gradient_accumulation_steps=2), train_dataset=rows)
         assert (trainer.args.context_length, trainer.args.max_document_tokens) == (128, 48)
-        assert "Documents of more than 48 tokens, which the model has positions for, are split" in caplog.text
+        assert "Documents of more than 48 tokens are split: the model has positions for 48" in caplog.text
     trainer.train()
     metrics = trainer.state.log_history[-1]
     assert metrics["packing_split"] > 0
+
+
+def test_what_longrope_splits_is_not_put_down_to_the_positions(tmp_path: Path) -> None:
+    config = Phi3Config(
+        max_position_embeddings=256,
+        original_max_position_embeddings=48,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+        },
+        **{"hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0},
+    )
+    planned = planned_arguments(plain(tmp_path), rows_of([100, 90]), config)
+    assert (planned.context_length, planned.max_document_tokens) == (128, 48)
 
 
 def test_the_model_has_positions_for_all(tmp_path: Path, caplog: Any) -> None:

@@ -41,8 +41,8 @@ def test_a_trainer_can_be_pickled_as_transformers_own(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, "one stage"),
-        ({"gradient_accumulation_steps": 1, "plan_pp_size": 4}, "one micro-batch a step"),
+        ({}, "of one replica without pipeline stages"),
+        ({"gradient_accumulation_steps": 1, "plan_pp_size": 4}, "where a step has only one"),
         ({"plan_pp_size": 4}, None),  # rehearses a pipeline
         ({"packer": "greedy"}, None),  # for comparison, and holds nothing back
     ],
@@ -53,4 +53,4 @@ def test_a_run_that_has_nothing_to_balance_says_so(
     trainer_of(tmp_path, **options)
     said = [message for message in caplog.messages if "There is nothing to balance" in message]
     assert len(said) == (named is not None)
-    assert all(f"on one replica of {named}: " in message for message in said)
+    assert all(f"between micro-batches {named}: " in message for message in said)

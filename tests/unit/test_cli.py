@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,10 +80,11 @@ def test_what_is_recommended_becomes_settings(lengths_file, tmp_path) -> None:
     settings = yaml.safe_load(written.read_text())
     content = json.loads(report.read_text())
     assert settings == content["arguments"]
+    assert "# for 1 replica of 4 micro-batches a step, 4 pipeline stages" in written.read_text()
     assert settings["packer"] == content["recommended"]["config"]["packer"]
     assert (settings["context_length"], settings["max_document_tokens"]) == (8192, 8192)
     assert all(f"{name}: " in result.stdout for name in settings)
-    assert content["speedup"]["of"] in ("steady", "recommended")
+    assert f"Expected gain of {content['speedup']['of']} on" in text_of(result)
 
 
 def test_the_note_that_data_repeat_comes_first(lengths_file) -> None:
@@ -109,8 +111,10 @@ def test_both_commands_split_documents_alike(tmp_path) -> None:
     assert "max_document_tokens: 8192" in result.stdout
     whole = run("tune", *given, "--s-max", 20_000, "--max-document-tokens", 20_000)
     assert "Note" not in text_of(whole) and "max_document_tokens: 20000" in whole.stdout
-    refused = run("analyze", given[0], *SMALL, "--s-max", 20_000, "--max-document-tokens", 20_000)
-    assert refused.exit_code == 2 and "--max-document-tokens 20000 is above the context length" in refused.stderr
+    refused = run("tune", *given, "--max-document-tokens", 20_000)
+    assert refused.exit_code == 2 and "Raise --s-max, or lower --max-document-tokens" in refused.stderr
+    compared = text_of(run("analyze", given[0], *SMALL, "--steps", 4, "--no-recommend", "--solver-windows", 0))
+    assert "are longer than 8,192 tokens and were split there for every packer" in compared
 
 
 def test_without_data_the_sampler_is_named() -> None:
@@ -244,6 +248,13 @@ def test_what_is_recommended_is_not_beaten_by_the_default(max_delay) -> None:
     found = recommend(analysis, WORKLOAD, lambda stream: tune(stream, WORKLOAD, config, max_delay=max_delay, steps=20))
     default = analysis.result("steady")
     assert found is not None
+    worst = max(found.tuning.points, key=lambda point: point.time_gap)
+    wrong = replace(found.tuning, recommended=worst, best={worst.config.packer: worst}, points=(worst,), pareto=())
+    corrected = recommend(analysis, WORKLOAD, lambda stream: wrong)
+    assert corrected is not None
+    if default.report.delay <= max_delay:  # else nothing else keeps the delay
+        assert corrected.result is default
+    assert run_case(PackerCase("", comparable(worst.config)), analysis.stream, WORKLOAD).total_time > default.total_time
     if default.report.delay <= max_delay:
         assert found.result.total_time <= default.total_time
     assert found.result.report.delay <= max_delay + 0.005 or "kept the mean delay within" in found.reason

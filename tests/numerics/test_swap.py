@@ -102,7 +102,7 @@ def test_what_cannot_be_looked_at_needs_a_context_length(tmp_path: Path) -> None
     [
         ({"train_sampling_strategy": "group_by_length"}, "the step planner decides what trains together"),
         ({"dataloader_drop_last": True}, "would lose documents"),
-        ({"auto_find_batch_size": True}, "lower S_max"),
+        ({"auto_find_batch_size": True}, "lower max_tokens_per_micro_batch"),
     ],
 )
 def test_options_that_would_not_do_what_they_say_are_refused(options: Any, sentence: str, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_what_cannot_be_looked_at_needs_a_context_length(tmp_path: Path) -> None
     cases: dict[str, Any] = {
         r"no train_dataset with a length.*Give WLBTrainingArguments\(context_length": iter(rows_of()),
         "holds no documents with tokens": [{"input_ids": []}],
-        "row 0 of the train_dataset has no input_ids": [{"text": "a"}],
+        "Row 0 of the train_dataset has no input_ids": [{"text": "a"}],
     }
     for sentence, rows in cases.items():
         with pytest.raises(ValueError, match=sentence):

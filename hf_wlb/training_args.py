@@ -213,7 +213,10 @@ class WLBTrainingArguments(TrainingArguments):
             "leave it at 'random' (set shuffle_documents=False for the stored order)",
         )
         _require(not self.dataloader_drop_last, "dataloader_drop_last would lose documents; leave it False")
-        _require(not self.auto_find_batch_size, "auto_find_batch_size cannot change planned micro-batches; lower S_max")
+        _require(
+            not self.auto_find_batch_size,
+            "auto_find_batch_size cannot change planned micro-batches; lower max_tokens_per_micro_batch",
+        )
         _require(
             self.average_tokens_across_devices,
             "average_tokens_across_devices=False would weigh tokens by the rank that trains them; leave it True",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hf_wlb.lengths import LengthArray, load_lengths, sample_lengths
+from hf_wlb.lengths import HOW_TO_MAKE_LENGTHS, LengthArray, holds_lengths, load_lengths, sample_lengths
 from hf_wlb.presets import MODEL_PRESETS, preset_config
 from hf_wlb.workload import AnalyticWorkload, WorkloadModel, load_workload
 
@@ -18,6 +18,7 @@ SAMPLED_DOCUMENTS = 100_000
 DEFAULT_CROSSOVER = 24 * 1024
 #: Data name of the functions and classes of the Python standard library.
 STANDARD_LIBRARY = "stdlib"
+_SAY_WHAT_ROWS_ARE = ("input_ids", "attention_mask", "document_lengths", "seq_lengths")
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,12 @@ class LengthSource:
     Attributes:
         lengths: Tokens per document, shape [documents].
         description: A phrase for the reader.
+        has_documents: Whether the documents themselves are there, to be trained on, and not their lengths alone.
     """
 
     lengths: LengthArray
     description: str
+    has_documents: bool = field(default=False, repr=False)
 
 
 def read_lengths(
@@ -43,16 +46,22 @@ def read_lengths(
     num_proc: int | None = None,
     seed: int = 0,
 ) -> LengthSource:
-    """Lengths from a file of lengths, from text, or from the built-in sampler.
+    """Lengths from a file of lengths, a tokenised data set, text, or the built-in sampler.
 
     Args:
-        data: None for the sampler; a file of lengths (``.npy``, a JSON list of integers, one integer a line); else text
-            as ``hf_wlb.data.text.load_documents`` understands it, or ``stdlib`` for the Python standard library.
+        data: One of
+
+            - None for the sampler;
+            - a file of lengths, see ``hf_wlb.lengths.load_lengths``;
+            - a data set as ``hf_wlb.data.text.load_rows`` understands it (a JSON lines or parquet file, a folder
+              written by ``save_to_disk``, a name, ...) whose rows have ``input_ids``, or no text but a ``length``;
+              the lengths are what the trainer takes, see ``hf_wlb.data.document_lengths``;
+            - text as ``hf_wlb.data.text.load_documents`` understands it, or ``stdlib`` for the Python standard library.
         tokenizer: Name or folder of a tokenizer for text. Without one a byte-level BPE with 2,048 entries is trained on
             the text; documents come out longer than with a usual vocabulary.
-        text_column: Column that holds the text.
+        text_column: Column that holds the text, which is then read even where there are ``input_ids``.
         split: Split of the data set.
-        max_documents: Take only the first so many documents of text.
+        max_documents: Take only the first so many documents of a data set or of text.
         num_proc: Processes to tokenise with.
         seed: Of the sampler.
 
@@ -65,9 +74,10 @@ def read_lengths(
             sample_lengths(SAMPLED_DOCUMENTS, seed),
             f"built-in sampler of a long-tailed 128K mix ({SAMPLED_DOCUMENTS:,} documents, seed {seed}); no data given",
         )
-    if holds_lengths(Path(data)):
+    path = Path(data)
+    if holds_lengths(path) or path.suffix.lower() in (".npy", ".csv"):  # the latter may not be there
         return LengthSource(load_lengths(data), f"lengths in {Path(data).name}")
-    return _from_text(data, tokenizer, text_column, split, max_documents, num_proc)
+    return _from_rows(data, tokenizer, text_column, split, max_documents, num_proc)
 
 
 @dataclass(frozen=True)
@@ -131,21 +141,7 @@ def longer_documents(lengths: LengthArray, limit: int, *, drawn_from: LengthArra
     )
 
 
-def holds_lengths(path: Path) -> bool:
-    """Whether a file looks like a list of lengths: a .npy array, a JSON list of numbers, or a number a line."""
-    if not path.is_file():
-        return False
-    if path.suffix == ".npy":
-        return True
-    with path.open("rb") as file:
-        head = file.read(4096).decode("utf-8", errors="replace").strip()
-    if path.suffix == ".json" and not head.startswith("["):
-        return False
-    first = head[1:].lstrip()[:1] if head.startswith("[") else (head.split() or [""])[0]
-    return first == "]" or first.lstrip("-").isdigit()
-
-
-def _from_text(
+def _from_rows(
     data: str,
     tokenizer: str | None,
     text_column: str | None,
@@ -153,25 +149,83 @@ def _from_text(
     max_documents: int | None,
     num_proc: int | None,
 ) -> LengthSource:
-    from hf_wlb.data.text import load_documents, tokenize_documents, train_byte_level_bpe
+    """Lengths of a data set's documents, be they tokenised or text."""
+    from hf_wlb.data.text import load_documents, load_rows, only_text
 
-    source = None if data == STANDARD_LIBRARY else data
-    documents = load_documents(source, split=split, text_column=text_column)
-    if max_documents is not None and max_documents < len(documents):
-        documents = documents.select(range(max_documents))
+    if data == STANDARD_LIBRARY:
+        rows, name = load_documents(None, split=split), "the Python standard library"
+    else:
+        rows, name = load_rows(data, split=split), Path(data).name or data
+    if max_documents is not None and max_documents < len(rows):
+        rows = rows.select(range(max_documents))
+    columns = rows.column_names
+    if text_column is None and ("input_ids" in columns or ("length" in columns and "text" not in columns)):
+        return _of_tokenised(rows, name, unused_tokenizer=tokenizer is not None)
+    if text_column is None and "text" not in columns:
+        raise ValueError(
+            f"{data} has no column 'text', 'input_ids' or 'length'; its columns are {', '.join(map(repr, columns))}. "
+            "Of text, name the column (--text-column); of tokenised documents, rename the one that holds the tokens to "
+            f"input_ids: dataset.rename_column(..., 'input_ids'). {HOW_TO_MAKE_LENGTHS}."
+        )
+    return _of_text(only_text(rows, data, text_column), name, tokenizer, num_proc)
+
+
+def _of_tokenised(rows: Any, name: str, *, unused_tokenizer: bool) -> LengthSource:
+    from hf_wlb.data.documents import document_lengths, read_tokens
+
+    has_tokens = "input_ids" in rows.column_names
+    if has_tokens and len(rows):  # padded or packed rows are no documents
+        kept = [column for column in _SAY_WHAT_ROWS_ARE if column in rows.column_names]
+        read_tokens(rows.select_columns(kept)[0], f"Row 0 of {name}")
+    column = "length" if "length" in rows.column_names else "input_ids"
+    unused = "; the tokenizer is not used" if unused_tokenizer else ""
+    what = "tokenised documents of" if has_tokens else "lengths in"
+    return LengthSource(document_lengths(rows), f"{what} {name} (column {column}{unused})", has_documents=has_tokens)
+
+
+def _of_text(documents: Any, name: str, tokenizer: str | None, num_proc: int | None) -> LengthSource:
+    from hf_wlb.data.text import tokenize_documents, train_byte_level_bpe
+
     encoder: Any
     if tokenizer is None:
         encoder = train_byte_level_bpe(iter(documents["text"]))
         how = f"a byte-level BPE of {len(encoder):,} entries trained on it"
     else:
-        from transformers import AutoTokenizer
-
-        encoder = AutoTokenizer.from_pretrained(tokenizer)
+        encoder = load_tokenizer(tokenizer)
         how = f"the tokenizer {Path(tokenizer).name}"
     tokenized = tokenize_documents(documents, encoder, num_proc=num_proc, drop_empty=True)
     lengths = np.asarray(tokenized.with_format("numpy")["length"][:], dtype=np.int64)
-    name = "the Python standard library" if source is None else Path(data).name or data
-    return LengthSource(lengths, f"text of {name}, tokenised with {how}")
+    return LengthSource(lengths, f"text of {name}, tokenised with {how}", has_documents=True)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The Transformers tokenizer of a folder, or of a name on the hub.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: There is no tokenizer in the folder, or none of that name could be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(name).expanduser()
+    looks_local = name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
+    if looks_local and not path.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {name!r} to read a tokenizer from. Give one that tokenizer.save_pretrained wrote, "
+            "or a name on the Hugging Face Hub."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path if path.is_dir() else name)
+    except (OSError, ValueError) as error:
+        where = (
+            f"The folder {name!r} holds no tokenizer that Transformers can read"
+            if path.is_dir()
+            else f"{name!r} is no folder here, and no tokenizer of that name could be loaded from the Hugging Face Hub"
+        )
+        raise ValueError(
+            f"{where}. Give a folder that tokenizer.save_pretrained wrote, or a name on the hub. "
+            f"({str(error).splitlines()[0]})"
+        ) from error
 
 
 def choose_workload(

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_wlb.analysis.inputs import SAMPLED_DOCUMENTS, LengthSource
-from hf_wlb.lengths import MOST_TOKENS, IntArray, LengthArray, RandomOrder, load_lengths, parse_length, sample_lengths
+from hf_wlb.analysis.inputs import SAMPLED_DOCUMENTS, LengthSource, read_lengths
+from hf_wlb.lengths import MOST_TOKENS, IntArray, LengthArray, RandomOrder, parse_length, sample_lengths
 from hf_wlb.sharding import (
     SHARDING_STRATEGIES,
     ShardCosts,
@@ -234,13 +234,13 @@ def read_micro_batch(lengths: str | None, context_length: int, seed: int = 0) ->
     """The documents of one micro-batch.
 
     Args:
-        lengths: Whole numbers separated by commas; a file of lengths, see ``load_lengths``; None for the built-in
-            sampler.
+        lengths: Whole numbers separated by commas; a file of lengths, a tokenised data set or text, see
+            ``read_lengths``; None for the built-in sampler.
         context_length: Tokens to fill from a file or the sampler.
         seed: Of the drawing.
 
     Raises:
-        ValueError: For text that is neither, or lengths out of range.
+        ValueError: For what is none of these, or lengths out of range.
 
     >>> read_micro_batch("90000, 12000", 131072)
     LengthSource(lengths=array([90000, 12000]), description='2 documents of 102,000 tokens, as given')
@@ -253,12 +253,13 @@ def read_micro_batch(lengths: str | None, context_length: int, seed: int = 0) ->
     elif re.fullmatch(r"[\d,\s-]*", lengths):
         given = _parse_list(lengths)
         return LengthSource(given, f"{_documents(given)}, as given")
-    elif Path(lengths).is_file():
-        stored, origin = load_lengths(lengths), f"the lengths in {Path(lengths).name}"
+    elif Path(lengths).exists():
+        source = read_lengths(lengths)
+        stored, origin = source.lengths, f"the {source.description}"
     else:
         raise ValueError(
-            f"The lengths must be whole numbers separated by commas, such as 90000,12000,800, or a file of lengths; "
-            f"{lengths!r} is neither: there is no such file."
+            f"The lengths must be whole numbers separated by commas, such as 90000,12000,800, or a file of lengths or "
+            f"documents; {lengths!r} is neither: there is no such file."
         )
     drawn = fill_context(stored, context_length, seed)
     return LengthSource(drawn, f"{_documents(drawn)}, drawn from {origin}, seed {seed}")

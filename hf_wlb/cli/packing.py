@@ -44,8 +44,9 @@ from hf_wlb.workload import WorkloadModel
 Data = Annotated[
     str | None,
     typer.Argument(
-        help="A file of lengths (.npy, a JSON list, or one a line), or text: a .txt, .jsonl or .parquet file, a "
-        "folder, a `datasets` name, or `stdlib`. Absent: the built-in sampler of lengths.",
+        help="A file of lengths (.npy, a JSON list, a .csv of one column, or one a line); tokenised documents (rows "
+        "with input_ids) or text: a .jsonl or .parquet file, a saved data set, a folder, a `datasets` name, a .txt "
+        "file, or `stdlib`. Absent: the built-in sampler of lengths.",
         show_default=False,
     ),
 ]
@@ -68,8 +69,8 @@ MaxDelay = Annotated[float, typer.Option(min=0.0, help="Mean steps that a token 
 Seed = Annotated[int, typer.Option(help="Of the order of the documents.")]
 Tokenizer = Annotated[str | None, typer.Option(help="For text: name or folder of a tokenizer.")]
 ColumnOfText = Annotated[str | None, typer.Option(help="For text: the column that holds it.")]
-Split = Annotated[str, typer.Option(help="For text: the split to read.")]
-MaxDocuments = Annotated[int | None, typer.Option(help="For text: take only the first so many documents.", min=1)]
+Split = Annotated[str, typer.Option(help="For text or tokenised documents: the split to read.")]
+MaxDocuments = Annotated[int | None, typer.Option(help="Take only the first so many documents.", min=1)]
 Workers = Annotated[int, typer.Option(help="Processes that try settings.", min=1)]
 
 

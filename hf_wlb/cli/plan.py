@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_wlb.analysis.inputs import STANDARD_LIBRARY, holds_lengths, longer_documents
+from hf_wlb.analysis.inputs import STANDARD_LIBRARY, LengthSource, longer_documents
 from hf_wlb.analysis.launch_files import OWN_DOCUMENTS, RunFiles, check_free, from_anywhere
 from hf_wlb.analysis.plan_tables import plan_tables
 from hf_wlb.cli.base import ProfileFile, app, check_folders, progress, user_errors, write_json
@@ -103,7 +103,7 @@ def plan_command(
         vocab_size=config.vocab_size if preset and tokenizer is None else None,
         gpus_per_node=where.gpus_per_node,
         made_by=_said(given) + (" --quick" if quick else ""),
-        documents=_to_train_on(data),
+        documents=_to_train_on(data, source),
         text=text._replace(tokenizer=tokenizer and from_anywhere(tokenizer)).arguments(),
     )
     _say_how_to_run(console, files, output, files.write(output, overwrite=overwrite))
@@ -119,9 +119,9 @@ def _priced_by(cluster: Cluster, profile: str | None) -> str:
     return f"{cluster.name}, {cluster.gpus_per_node} GPUs a node{measured}"
 
 
-def _to_train_on(data: str | None) -> str:
-    """The text that was planned for; a place to fill in where there was none that can be trained on."""
-    if data is None or data == STANDARD_LIBRARY or holds_lengths(Path(data)):
+def _to_train_on(data: str | None, source: LengthSource) -> str:
+    """The documents that were planned for; a place to fill in where there were none that can be trained on."""
+    if data is None or data == STANDARD_LIBRARY or not source.has_documents:
         return OWN_DOCUMENTS
     return from_anywhere(data)
 

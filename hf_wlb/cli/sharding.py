@@ -23,8 +23,8 @@ from hf_wlb.cli.base import Checkpointing, Crossover, Model, ProfileFile, app, c
 Lengths = Annotated[
     str | None,
     typer.Option(
-        help="Tokens of the micro-batch's documents, such as 90000,12000,800; or a file of lengths (.npy, a JSON list, "
-        "or one a line) to draw them from. Absent: the built-in sampler of lengths.",
+        help="Tokens of the micro-batch's documents, such as 90000,12000,800; or a file of lengths or "
+        "documents, as of analyze, to draw them from. Absent: the built-in sampler of lengths.",
         show_default=False,
     ),
 ]

@@ -7,20 +7,22 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from hf_wlb.analysis.inputs import LengthSource, holds_lengths, read_lengths
+from hf_wlb.analysis import LengthSource, read_lengths
+from hf_wlb.lengths import holds_lengths
 
 Data = Annotated[
     str | None,
     typer.Option(
-        help="A file of lengths (.npy, a JSON list, or one a line), or text: a .txt, .jsonl or .parquet file, a "
-        "folder, a `datasets` name, or `stdlib`. Absent: the built-in sampler of lengths.",
+        help="A file of lengths (.npy, a JSON list, a .csv of one column, or one a line); tokenised documents (rows "
+        "with input_ids) or text: a .jsonl or .parquet file, a saved data set, a folder, a `datasets` name, a .txt "
+        "file, or `stdlib`. Absent: the built-in sampler of lengths.",
         show_default=False,
     ),
 ]
 Tokenizer = Annotated[str | None, typer.Option(help="For text: name or folder of a tokenizer.")]
 ColumnOfText = Annotated[str | None, typer.Option(help="For text: the column that holds it.")]
-TextSplit = Annotated[str, typer.Option("--text-split", help="For text: the split to read.")]
-MaxDocuments = Annotated[int | None, typer.Option(help="For text: take only the first so many documents.", min=1)]
+TextSplit = Annotated[str, typer.Option("--text-split", help="For text or tokenised documents: the split to read.")]
+MaxDocuments = Annotated[int | None, typer.Option(help="Take only the first so many documents.", min=1)]
 
 
 class TextOptions(NamedTuple):

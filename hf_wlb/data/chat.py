@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 
 from hf_wlb.data.chat_spans import ASSISTANT, Answers, ChatFormat, MarkedTokens, Message
+from hf_wlb.data.given import as_table
 from hf_wlb.data.stdlib_chats import standard_library_chats
 from hf_wlb.data.text import load_rows
 from hf_wlb.sharding import IGNORE_INDEX
@@ -79,7 +80,23 @@ class ChatCounts:
 
 
 class TokenizedChats(NamedTuple):
-    """Documents with ``input_ids``, ``labels`` and ``length``, and what was counted on the way."""
+    """What ``tokenize_chats`` returns: train on its ``documents``.
+
+    Attributes:
+        documents: With ``input_ids``, ``labels`` and ``length``: a ``train_dataset``.
+        counts: What was counted on the way.
+
+    Example:
+        >>> from hf_wlb.data.text import train_byte_level_bpe
+        >>> tokenizer = add_chat_format(train_byte_level_bpe(["abc"], 258))  # a token a byte, and those of ChatML
+        >>> asked, answered = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+        >>> chats = tokenize_chats([{"messages": [asked, answered]}], tokenizer)
+        >>> row = chats.documents[0]  # for train_dataset: chats.documents
+        >>> tokenizer.decode([token for token in row["labels"] if token != -100])
+        '4<|im_end|>'
+        >>> print(chats.counts)
+        1 of 1 conversations, 28 tokens, 7% of them trained
+    """
 
     documents: datasets.Dataset
     counts: ChatCounts
@@ -132,7 +149,7 @@ def add_chat_format(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 def tokenize_chats(
-    dataset: datasets.Dataset,
+    dataset: datasets.Dataset | Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     *,
     messages_column: str = "messages",
@@ -158,7 +175,7 @@ def tokenize_chats(
     ``prompt`` beside them is not read. The result is cached by ``datasets``.
 
     Args:
-        dataset: One conversation a row.
+        dataset: One conversation a row: a ``datasets.Dataset`` (of a ``DatasetDict`` one split), or a list of mappings.
         tokenizer: Fast, with a chat template unless all rows are text.
         messages_column: The column with the messages.
         answers: ``"all"``, or only the ``"last"`` one of every conversation. Templates that drop earlier turns'
@@ -170,13 +187,14 @@ def tokenize_chats(
         num_proc: Processes to tokenise with.
 
     Returns:
-        Documents, in the order of ``dataset``: ``input_ids`` and ``labels`` (lists of int32, not shifted) and
-        ``length`` (int64, tokens); and counts of what was cut and skipped, which are logged, too.
+        ``documents`` to train on, in the order of ``dataset``: ``input_ids`` and ``labels`` (lists of int32, not
+        shifted) and ``length`` (int64, tokens); and ``counts`` of what was cut and skipped, which are logged, too.
 
     Raises:
-        ValueError: If a column or a template is missing, a conversation is malformed or refused by the template, the
-            template does not tell what the assistant wrote, or by ``oversize`` and ``unanswered``; names the row.
+        ValueError: If there are no rows, such as of a stream, a column or a template is missing, the template refuses a
+            conversation or does not tell what the assistant wrote, or by ``oversize`` and ``unanswered``; with the row.
     """
+    dataset = as_table(dataset, "tokenize_chats", {messages_column: [{"role": "user", "content": "..."}]})
     _check_choices(answers, max_tokens, oversize, unanswered)
     _check_columns(dataset.column_names, "The dataset", messages_column)
     if not len(dataset):
@@ -244,7 +262,8 @@ def _check_columns(names: list[str], what: str, messages_column: str) -> None:
     if messages_column not in names and not {"prompt", "completion"} <= set(names):
         raise ValueError(
             f"{what} has neither a column {messages_column!r} nor prompt and completion; its columns are "
-            f"{sorted(names)}. A conversation is a list of {{'role': ..., 'content': ...}}."
+            f"{sorted(names)}. Name the column of the conversations: messages_column=... of tokenize_chats; each is a "
+            f"list of {{'role': ..., 'content': ...}}."
         )
 
 

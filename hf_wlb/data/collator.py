@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class WLBDataCollator:
         cp_rank: Whose shard to give.
 
     Raises:
+        TypeError: For what is no whole number, such as a tokenizer.
         ValueError: For a token or a length that cannot be, or a rank that there is not.
 
     Example, documents of 3 and 2 tokens:
@@ -55,6 +57,11 @@ class WLBDataCollator:
         sharder: Sharder | None = None,
         cp_rank: int = 0,
     ) -> None:
+        pad_token_id = _whole_number(pad_token_id, "pad_token_id", "the number of a token")
+        if max_position_embeddings is not None:
+            max_position_embeddings = _whole_number(
+                max_position_embeddings, "max_position_embeddings", "a number of tokens or None"
+            )
         if pad_token_id < 0:
             raise ValueError(f"pad_token_id must be a token of the vocabulary, at least 0, got {pad_token_id}.")
         if max_position_embeddings is not None and max_position_embeddings < 1:
@@ -122,7 +129,7 @@ class WLBDataCollator:
             ValueError: For documents that are empty, padded, malformed or longer than ``max_position_embeddings``,
                 and for rows that were packed before.
         """
-        if any("cu_seq_lens_q" in feature or "wlb_shard" in feature for feature in features):
+        if any(_is_collated(feature) for feature in features):
             return _already_collated(features, self.cp_size)
         documents = [
             read_tokens(feature, f"Document {place} of the micro-batch") for place, feature in enumerate(features)
@@ -150,6 +157,29 @@ class WLBDataCollator:
                 "model (max_position_embeddings; of longrope, those before its other factors). Split it: "
                 f"max_document_tokens={limit} in PackingConfig does so."
             )
+
+
+def _whole_number(value: Any, name: str, meaning: str) -> int:
+    """The value, if it is a whole number.
+
+    Raises:
+        TypeError: If it is not; says what to do where it is a tokenizer or a model.
+    """
+    if type(value) is not bool and isinstance(value, Integral):
+        return int(value)
+    hint = ""
+    if hasattr(value, "pad_token_id"):
+        hint = (
+            " It needs no tokenizer: it pads nothing. Call WLBDataCollator(), or "
+            "WLBDataCollator(pad_token_id=tokenizer.pad_token_id)."
+        )
+    elif value is None:
+        hint = " Leave it out where the tokenizer has no pad_token: the token is trained on nowhere."
+    raise TypeError(f"WLBDataCollator takes {name}, {meaning}, got {type(value).__name__}.{hint}")
+
+
+def _is_collated(feature: Any) -> bool:
+    return isinstance(feature, Mapping) and ("cu_seq_lens_q" in feature or "wlb_shard" in feature)
 
 
 def _flatten(documents: Sequence[Tokens]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from hf_wlb.data.given import check_documents, check_kind, check_row
 from hf_wlb.lengths import IntArray, LengthArray
 from hf_wlb.packing import Document
 from hf_wlb.sharding import IGNORE_INDEX
@@ -91,16 +92,7 @@ def read_tokens(row: Any, name: str) -> Tokens:
             length, the attention mask holds zeros (padding), another mask leaves tokens out and there are no labels,
             or the row was packed before.
     """
-    if not isinstance(row, Mapping):
-        raise ValueError(
-            f"{name} is a {type(row).__name__}; a document is a mapping with input_ids, such as "
-            "{'input_ids': [5, 7, 2]}."
-        )
-    if row.get("input_ids") is None:
-        raise ValueError(
-            f"{name} has no input_ids; its columns are {sorted(map(str, row))}. Tokenise the documents first, and keep "
-            "the column (remove_unused_columns=False in TrainingArguments)."
-        )
+    check_row(row, name)
     mask = row.get("attention_mask")
     if mask is not None and not np.asarray(mask).all():
         raise ValueError(
@@ -162,9 +154,14 @@ def _integers(values: Any, column: str, name: str) -> IntArray:
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
+        collated = array.ndim == 2 and len(array) == 1
+        hint = (
+            " If it is a micro-batch of StreamingPackedDataset, the Trainer removed what else belongs to it: set "
+            "remove_unused_columns=False in TrainingArguments."
+        )
         raise ValueError(
             f"The {column} of {name[0].lower()}{name[1:]} are of shape {list(array.shape)} and dtype {array.dtype}; a "
-            "document is a flat list of integers, one document a row."
+            f"document is a flat list of integers, one document a row.{hint if collated else ''}"
         )
     return array.astype(np.int64, copy=False)
 
@@ -242,14 +239,18 @@ def document_lengths(dataset: Any) -> LengthArray:
         dataset: Map-style, one document a row.
 
     Raises:
-        ValueError: If there is neither column.
+        ValueError: If there is neither column, or a ``length`` that is no whole number; and for what is no data set,
+            such as a dictionary of splits.
+
+    Example:
+        >>> document_lengths([{"input_ids": [5, 7, 2]}, {"input_ids": [5]}])
+        array([3, 1])
     """
+    check_kind(dataset, "The data set")
     if _is_plain_table(dataset):
         return _lengths_of_table(dataset)
     count = len(dataset)
-    if count and not isinstance(dataset[0], Mapping):
-        read_tokens(dataset[0], "Document 0")
-    if count and "length" in dataset[0]:
+    if count and isinstance(dataset[0], Mapping) and "length" in dataset[0]:
         return np.fromiter((int(dataset[i]["length"]) for i in range(count)), dtype=np.int64, count=count)
     logger.info("Measuring %d documents; a column 'length' or lengths=... would spare this pass.", count)
     measured = (len(read_tokens(dataset[i], f"Document {i}").input_ids) for i in range(count))
@@ -266,15 +267,17 @@ def _lengths_of_table(dataset: datasets.Dataset) -> LengthArray:
 
     names = dataset.column_names
     if "length" in names:
-        column = dataset.with_format("numpy")["length"][:]
-        return np.asarray(column, dtype=np.int64).reshape(-1)
-    if "input_ids" not in names:
-        if len(dataset) == 0:
-            return np.zeros(0, dtype=np.int64)
-        raise ValueError(
-            f"The data set has no column input_ids; its columns are {sorted(names)}. Tokenise it first, for example "
-            "with hf_wlb.data.text.tokenize_documents."
-        )
+        column = np.asarray(dataset.with_format("numpy")["length"][:]).reshape(-1)
+        if len(column) and column.dtype.kind not in "iu":
+            raise ValueError(
+                f"The column length holds {dataset.features['length']}, perhaps empty in places; it is read as tokens "
+                "of every document, a whole number each. Correct it, or remove it to have the documents measured: "
+                "dataset.remove_columns('length')."
+            )
+        return column.astype(np.int64)
+    if len(dataset) == 0:
+        return np.zeros(0, dtype=np.int64)
+    check_documents(dataset, "The data set")
     logger.info("Measuring %d documents; a column 'length' or lengths=... would spare this pass.", len(dataset))
     parts = [np.zeros(0, dtype=np.int64)]
     for table in dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=1024):

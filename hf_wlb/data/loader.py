@@ -13,6 +13,7 @@ import torch.utils.data
 
 from hf_wlb.data.collator import WLBDataCollator
 from hf_wlb.data.documents import DocumentDataset, DocumentKey, document_lengths
+from hf_wlb.data.given import check_documents
 from hf_wlb.data.progress import (
     Collator,
     PassProgress,
@@ -94,6 +95,7 @@ class WLBDataLoader(TellsProgress):
         device: torch.device | str | int | None = None,
         place: str = "",
     ) -> None:
+        check_documents(dataset, "The data set")
         given = document_lengths(dataset) if lengths is None else lengths
         if len(given) != len(dataset):
             raise ValueError(f"{len(given)} lengths were given for {len(dataset)} documents; give one for each.")

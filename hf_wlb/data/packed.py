@@ -14,6 +14,7 @@ import datasets
 import numpy as np
 
 from hf_wlb.data.documents import DocumentDataset, DocumentKey, document_lengths
+from hf_wlb.data.given import check_kind
 from hf_wlb.data.packed_collator import PackedDataCollator
 from hf_wlb.lengths import LengthArray, RandomOrder, StoredOrder
 from hf_wlb.packing import ArraySource, PackingConfig, PackingMetrics, PackingReport, StepPlan, StepPlanner
@@ -80,6 +81,7 @@ def pack_dataset(
             arguments = TrainingArguments("out", num_train_epochs=1, **packed.training_arguments())
             Trainer(model, arguments, train_dataset=packed, data_collator=packed.data_collator()).train()
     """
+    check_kind(dataset, "What pack_dataset was given")
     if not isinstance(dataset, datasets.Dataset):
         raise ValueError(
             f"pack_dataset takes a datasets.Dataset, got {type(dataset).__name__}. Documents in memory become one with "

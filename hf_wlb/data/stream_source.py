@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 
 from hf_wlb.data.documents import Tokens, read_tokens
+from hf_wlb.data.given import check_documents
 from hf_wlb.lengths import IntArray
 from hf_wlb.packing import Document
 
@@ -94,7 +95,7 @@ class Stream:
 
     Raises:
         TypeError: If it is neither.
-        ValueError: If it is an iterator, which can be read once only.
+        ValueError: If it is an iterator, which can be read once only, or holds no documents, see ``check_documents``.
     """
 
     def __init__(self, source: Any) -> None:
@@ -108,6 +109,7 @@ class Stream:
                 f"The source is a {type(source).__name__}; give an iterable of documents (an IterableDataset, a list) "
                 "or a function that returns one."
             )
+        check_documents(source, "The source")
         self._source = source
         self.has_state = (
             callable(getattr(source, "state_dict", None))

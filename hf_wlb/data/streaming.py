@@ -47,10 +47,22 @@ class StreamingPackedDataset(TellsProgress, torch.utils.data.IterableDataset[dic
     the stream. Nothing is read before planning needs it, except that one document is looked ahead.
 
     How to iterate:
-        Directly, or through ``torch.utils.data.DataLoader(data, batch_size=None)``; both are exact. On one process a
-        plain Trainer takes it with ``per_device_train_batch_size=1``, ``data_collator=WLBDataCollator()`` and
-        ``accelerator_config={"dispatch_batches": False}``. Do not give such a DataLoader to ``accelerator.prepare`` on
-        several processes: it would share the micro-batches of each replica out once more.
+        Directly, or through ``torch.utils.data.DataLoader(data, batch_size=None)``; both are exact. Do not give such a
+        DataLoader to ``accelerator.prepare`` on several processes: it would share the micro-batches of each replica out
+        once more. On one process a plain Trainer takes it, with ``remove_unused_columns=False`` (else it removes what
+        keeps documents apart), ``per_device_train_batch_size=1`` and ``dispatch_batches`` off:
+
+        .. code-block:: python
+
+            arguments = TrainingArguments(
+                "out",
+                max_steps=1000,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=config.micro_batches_per_replica,
+                remove_unused_columns=False,
+                accelerator_config={"dispatch_batches": False},
+            )
+            Trainer(model, arguments, train_dataset=data, data_collator=WLBDataCollator()).train()
 
         With one worker (``num_workers=1``) the stream is read and packed in the background, but the main process
         cannot know where it stands, so that ``state_dict`` is refused and ranks are not compared. More workers are

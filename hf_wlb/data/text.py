@@ -8,13 +8,14 @@ about a document that is too long is the packer's policy.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import datasets
 
+from hf_wlb.data.given import listed, missing_text
 from hf_wlb.data.stdlib_documents import standard_library_documents
 from hf_wlb.data.tokenization import EOS_TOKEN, PAD_TOKEN, tokenize_documents, train_byte_level_bpe
 
@@ -23,6 +24,7 @@ __all__ = [
     "PAD_TOKEN",
     "load_documents",
     "load_rows",
+    "only_text",
     "standard_library_documents",
     "tokenize_documents",
     "train_byte_level_bpe",
@@ -99,7 +101,7 @@ def load_documents(
         return built_in.to_iterable_dataset() if streaming else built_in
     name = os.fspath(source)
     with _readable(name):
-        return _only_text(_load_rows(name, split, config_name, streaming), name, text_column)
+        return only_text(_load_rows(name, split, config_name, streaming), name, text_column)
 
 
 def load_rows(
@@ -181,7 +183,7 @@ def _load_folder(folder: Path, split: str, config_name: str | None, streaming: b
     if used != present:  # datasets leaves out files whose name marks no split if another file's name does
         raise ValueError(
             f"In the folder {folder} the names of {used} of {present} files mark a split "
-            f"({_listed(map(str, files_of_split))}) and the others mark none, so those would be left out. "
+            f"({listed(map(str, files_of_split))}) and the others mark none, so those would be left out. "
             "Rename them, or move them to a folder of their own."
         )
     return datasets.load_dataset(str(folder), name=config_name, split=split, streaming=streaming, **options)
@@ -212,7 +214,7 @@ def _load_saved(folder: Path, split: str, streaming: bool) -> Any:
     saved = datasets.load_from_disk(str(folder))
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
-            raise ValueError(f"{folder} has no split {split!r}; its splits are {_listed(saved)}.")
+            raise ValueError(f"{folder} has no split {split!r}; its splits are {listed(saved)}.")
         saved = saved[split]
     elif split != "train":
         raise ValueError(
@@ -237,21 +239,25 @@ def _load_named(name: str, split: str, config_name: str | None, streaming: bool)
         ) from error
 
 
-def _only_text(loaded: Any, name: str, text_column: str | None) -> Any:
-    """Keep the text column alone, under the name ``text``."""
+def only_text(loaded: Any, name: str, text_column: str | None) -> Any:
+    """Keep the text column of loaded rows alone, under the name ``text``.
+
+    Args:
+        loaded: Rows, see :func:`load_rows`.
+        name: Where they are from, for errors.
+        text_column: The column holding the text; ``text`` if None.
+
+    Raises:
+        ValueError: If there is no such column, or it holds something else.
+    """
     columns = loaded.column_names
     if columns is None:  # a stream whose columns are not known before its first row
         columns = [column for row in loaded.take(1) for column in row]
     wanted = "text" if text_column is None else text_column
     if wanted not in columns:
-        hint = "Name the column that holds the text." if text_column is None else "Name one of these."
-        raise ValueError(f"{name} has no column {wanted!r}; its columns are {_listed(columns)}. {hint}")
+        raise missing_text(name, wanted, columns)
     feature = (loaded.features or {}).get(wanted)
     if feature is not None and getattr(feature, "dtype", None) not in ("string", "large_string"):
         raise ValueError(f"The column {wanted!r} of {name} holds {feature}, not text.")
     loaded = loaded.select_columns([wanted])
     return loaded if wanted == "text" else loaded.rename_column(wanted, "text")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"

@@ -1,11 +1,13 @@
 """Documents to tokens: a tokenizer trained on the spot, and tokenising without truncation."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
+
+from hf_wlb.data.given import as_table, missing_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -55,7 +57,7 @@ def train_byte_level_bpe(documents: Iterable[str], vocab_size: int = 2048) -> "P
 
 
 def tokenize_documents(
-    dataset: datasets.Dataset,
+    dataset: datasets.Dataset | Sequence[Mapping[str, Any]],
     tokenizer: "PreTrainedTokenizerBase",
     *,
     text_column: str = "text",
@@ -69,7 +71,7 @@ def tokenize_documents(
     tokenised twice.
 
     Args:
-        dataset: One document a row.
+        dataset: One document a row: a ``datasets.Dataset`` (of a ``DatasetDict`` one split), or a list of mappings.
         tokenizer: Any Transformers tokenizer. What it adds by itself (such as a leading BOS) is kept.
         text_column: The column holding the text.
         append_eos: Put ``eos_token_id`` at the end of every document that does not already end in it.
@@ -82,12 +84,13 @@ def tokenize_documents(
         order of ``dataset``, all lengths 1 or more.
 
     Raises:
-        ValueError: If the column is missing or holds something other than text, if ``append_eos`` is asked
-            of a tokenizer without one, or if documents are empty and ``drop_empty`` is False; the message
-            says how many and which is the first.
+        ValueError: If there are no rows, such as of a stream; if the column is missing or holds something other than
+            text, if ``append_eos`` is asked of a tokenizer without one, or if documents are empty and ``drop_empty``
+            is False; the message says how many and which is the first.
     """
+    dataset = as_table(dataset, "tokenize_documents", {text_column: "..."})
     if text_column not in dataset.column_names:
-        raise ValueError(f"The dataset has no column {text_column!r}; its columns are {sorted(dataset.column_names)}.")
+        raise missing_text("The dataset", text_column, dataset.column_names)
     eos_id = tokenizer.eos_token_id if append_eos else None
     if append_eos and eos_id is None:
         raise ValueError("This tokenizer has no eos_token to append; give it one or pass append_eos=False.")

@@ -7,12 +7,19 @@ memory that grows with the number of documents. NumPy and the standard library o
 
 from hf_wlb.lengths.arrays import BLOCK_ENTRIES, MOST_TOKENS, IntArray, LengthArray, iter_blocks
 from hf_wlb.lengths.order import Order, RandomOrder, StoredOrder
-from hf_wlb.lengths.reading import fingerprint_lengths, load_lengths, parse_length
+from hf_wlb.lengths.reading import (
+    HOW_TO_MAKE_LENGTHS,
+    fingerprint_lengths,
+    holds_lengths,
+    load_lengths,
+    parse_length,
+)
 from hf_wlb.lengths.sampling import sample_lengths
 from hf_wlb.lengths.summary import SUMMARY_PERCENTILES, LengthHistogram, LengthSummary, length_summary
 
 __all__ = [
     "BLOCK_ENTRIES",
+    "HOW_TO_MAKE_LENGTHS",
     "MOST_TOKENS",
     "SUMMARY_PERCENTILES",
     "IntArray",
@@ -23,6 +30,7 @@ __all__ = [
     "RandomOrder",
     "StoredOrder",
     "fingerprint_lengths",
+    "holds_lengths",
     "iter_blocks",
     "length_summary",
     "load_lengths",

@@ -89,10 +89,13 @@ class PackingConfig:
             "hold context_length tokens on average, so documents would pile up. Raise the former or lower the latter.",
         )
         longest = self.max_document_tokens
+        limit = "context_length" if self.fixed_length else "max_tokens_per_micro_batch"
+        by_default = "" if self.fixed_length else f" (S_max, by default {DEFAULT_MEMORY_FACTOR:g} x context_length)"
         _require(
             longest is None or 1 <= longest <= self.capacity,
             f"max_document_tokens={longest} must lie between 1 and the {self.capacity:,} tokens that the "
-            f"{self.packer} packer puts into a micro-batch",
+            f"{self.packer} packer puts into a micro-batch: {limit}{by_default}. Raise that, or lower "
+            "max_document_tokens, above which documents are split",
         )
         _require(self.max_time_gap >= 0, f"max_time_gap must not be negative, got {self.max_time_gap}")
         _require(self.max_wait_steps >= 1, f"max_wait_steps must be at least 1, got {self.max_wait_steps}")

@@ -33,6 +33,7 @@ from hf_wlb.trainer.attention import TrainerAttention
 from hf_wlb.trainer.checkpoints import SplitCheckpoints
 from hf_wlb.trainer.epochs import PlannedData, PlannedEpochs
 from hf_wlb.trainer.evaluation import PlannedEvaluation
+from hf_wlb.trainer.given import check_given
 from hf_wlb.trainer.inputs import PlannedInputs
 from hf_wlb.trainer.pipeline import PipelineTraining
 from hf_wlb.trainer.shard_window import ShardWindow
@@ -114,6 +115,7 @@ class WLBTrainer(
     ) -> None:
         with failing_together():
             check_versions()
+            check_given(train_dataset, eval_dataset)
             checked = planned_arguments(args, train_dataset, model, model_init_kwargs)
             device_type = checked.device.type  # joins the processes, if nothing did so before
         data_collator = planned_collator(data_collator)

@@ -102,6 +102,22 @@ def noise(runs: Mapping[str, Any], loss: Any = held_out_loss) -> float | None:
     return max(found, default=None)
 
 
+def noise_words(results: Mapping[str, Any]) -> str:
+    """How far the further plain runs are from the first, at the end and before; "" without any.
+
+    The end alone says too little: runs that were percents apart may meet there.
+    """
+    runs = results["runs"]
+    largest = noise(runs)
+    if largest is None:
+        return ""
+    names = [name for name in runs if is_noise(name)]
+    before = max(float(np.abs(differences(runs, name)[1]).max()) / 100 for name in names)
+    other = "other initial weights" if results.get("base") is None else "the documents in other orders"
+    what = f"{len(names)} sequential run{'s' * (len(names) > 1)} with {other}"
+    return f"{what}: up to {largest:.2%} off the first at the end, up to {before:.1%} on the way"
+
+
 def is_complete(results: Mapping[str, Any]) -> bool:
     """Whether the table can be made: the plain run and one to compare it with are there."""
     return PLAIN in results["runs"] and any(name in results["runs"] for name in (DEFAULT, PAPER))
@@ -156,11 +172,11 @@ def result(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What README says: ``changes`` of the held-out loss at the end by packer, and what of them may be chance."""
+    """What README says: ``changes`` of the held-out loss at the end by packer, and in words what may be chance."""
     runs = results["runs"]
     changes = {name: value for name in (DEFAULT, PAPER) if (value := difference(runs, name)) is not None}
     device = next(iter(runs.values()))["device"] if runs else ""
-    return {"changes": changes, "noise": noise(runs), "noise_of": _short(results), "on": f"1 x {device} a run"}
+    return {"changes": changes, "noise": noise_words(results), "on": f"1 x {device} a run"}
 
 
 def start_loss(run: Mapping[str, Any]) -> float | None:
@@ -320,22 +336,12 @@ def _verdict(results: Mapping[str, Any]) -> str:
     runs = results["runs"]
     found = [(name, value) for name in (DEFAULT, PAPER) if (value := difference(runs, name)) is not None]
     shown = " and ".join(f"`{name}` {apart_text(value)}" for name, value in found)
-    largest = noise(runs)
-    against = "" if largest is None else f"; sequential runs {noise_words(results)} are up to {largest:.2%} apart"
+    against = f"; {words}" if (words := noise_words(results)) else ""
     beyond = [
         f"`{name}` is {'worse' if value > 0 else 'better'} by more" for name, value in found if abs(value) > ALLOWED
     ]
     verdict = f"the aim is at most {ALLOWED:.1%} either way, {' and '.join(beyond) or 'which is kept'}"
     return f"The held-out loss at the end: {shown} that of sequential packing; {verdict}{against}."
-
-
-def noise_words(results: Mapping[str, Any]) -> str:
-    """What is other in the further sequential runs.
-
-    >>> noise_words({"base": None})
-    'from other initial weights'
-    """
-    return "from other initial weights" if results.get("base") is None else "with the documents in other orders"
 
 
 def with_table(page: str, table: str) -> str:

@@ -62,8 +62,8 @@ def summary(
     Args:
         launches: Of the end-to-end benchmark.
         trainer: Results of the trainer's benchmark.
-        convergence: Of the convergence benchmark: ``changes`` of the held-out loss by packer, the ``noise`` and what
-            it is of (``noise_of``), and ``on``, where it ran.
+        convergence: Of the convergence benchmark: ``changes`` of the held-out loss by packer, the ``noise`` in
+            words ("" without any), and ``on``, where it ran.
         composed: See ``composed_rows``; of these, the ones of launches whose whole steps were not measured are shown.
         planned: See ``composed_planning_rows``.
         compared: What is to be said of composed steps that were measured whole, too.
@@ -213,8 +213,7 @@ def convergence_rows(convergence: Mapping[str, Any] | None) -> list[Row]:
     """How far the losses are apart, and what of it may be chance."""
     if convergence is None:
         return []
-    noise = convergence["noise"]
-    chance = "" if noise is None else f"; {PLAIN} with {convergence['noise_of']}: up to {noise:.2%} apart"
+    chance = f"; {convergence['noise']}" if convergence["noise"] else ""
     return [
         (f"held-out loss after `{name}` against {PLAIN} packing", f"{change:+.2%}", "", f"{convergence['on']}{chance}")
         for name, change in convergence["changes"].items()

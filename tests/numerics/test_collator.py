@@ -8,6 +8,7 @@ import torch
 
 import hf_wlb
 from hf_wlb.data import WLBDataCollator
+from hf_wlb.data.tokenization import train_byte_level_bpe
 from tests.support.tiny_llama import tiny_llama
 
 KEYS = {
@@ -92,6 +93,27 @@ def test_bad_documents_get_a_sentence(features, sentence: str) -> None:
 
 def test_a_document_of_exactly_max_position_embeddings_is_taken() -> None:
     assert WLBDataCollator(max_position_embeddings=8)([{"input_ids": [1] * 8}])["max_length_q"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            (train_byte_level_bpe(["a"], 258),),
+            r"takes pad_token_id, .*, got \w+\. It needs no tokenizer..*WLBDataCollator\(pad_token_id=",
+        ),
+        ((None,), r"takes pad_token_id, the number of a token, got NoneType\. Leave it out"),
+        ((True,), r"takes pad_token_id, .*, got bool"),
+        ((0, "512"), r"takes max_position_embeddings, a number of tokens or None, got str"),
+    ],
+)
+def test_what_is_no_number_is_said(arguments, sentence: str) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        WLBDataCollator(*arguments)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert WLBDataCollator(np.int64(3)).pad_token_id == 3
 
 
 @pytest.mark.parametrize("arguments", [{"pad_token_id": -1}, {"max_position_embeddings": 0}])

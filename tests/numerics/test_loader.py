@@ -270,7 +270,7 @@ def test_bad_settings_get_a_sentence() -> None:
         WLBDataLoader(rows, packing(2), WORKLOAD, dp_rank=2)
     with pytest.raises(ValueError, match=r"solver packer stops after solver_seconds.*pack_dataset"):
         WLBDataLoader(rows, packing(2, packer="solver"), WORKLOAD)
-    with pytest.raises(ValueError, match=r"Document 0 has no input_ids; its columns are \['text'\]"):
+    with pytest.raises(ValueError, match=r"Row 0 of the data set has no input_ids; its columns are \['text'\]"):
         WLBDataLoader([{"text": "a"}], packing(), WORKLOAD)
     with pytest.raises(ValueError, match=r"no column input_ids; its columns are \['text'\]"):
         WLBDataLoader(datasets.Dataset.from_dict({"text": ["a"]}), packing(), WORKLOAD)

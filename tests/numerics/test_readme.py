@@ -1,6 +1,8 @@
 """The Python examples of README.md and of the pages in docs/ run as they stand, each on its own."""
 
+import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,9 @@ def test_there_is_an_example_of_every_way_in() -> None:
     text = "\n".join(EXAMPLES)
     for name in ("WLBTrainer(", "SFTTrainer(", "Accelerator()", "WLBDataLoader(", "pack_dataset(", "WLBDataCollator()"):
         assert name in text
-    assert len(EXAMPLES) == 6
+    for name in ("StreamingPackedDataset(", "chats.documents", "document_lengths("):
+        assert name in text
+    assert len(EXAMPLES) == 9
 
 
 def test_the_setup_gives_tokenised_documents(shared: dict[str, Any]) -> None:
@@ -52,9 +56,23 @@ def test_example(block: str, shared: dict[str, Any], tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     names = {
         "documents": shared["documents"],
-        "tokenizer": shared["tokenizer"],
+        "tokenizer": deepcopy(shared["tokenizer"]),  # the example of chats adds tokens to it
         "model": AutoModelForCausalLM.from_config(shared["model"].config),
     }
     exec(block, names)
     if "state" in names:
         assert names["state"]["planner"]["step"] >= 1
+    if "lengths.json" in block:
+        assert json.loads(Path("lengths.json").read_text()) == shared["documents"]["length"][:]
+
+
+def test_control_a_stream_needs_its_columns(
+    shared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example without its remove_unused_columns=False trains nothing, and says why."""
+    monkeypatch.chdir(tmp_path)
+    block = next(block for block in EXAMPLES if "StreamingPackedDataset(" in block)
+    line = "    remove_unused_columns=False,\n"
+    assert line in block
+    with pytest.raises(ValueError, match=r"micro-batch of StreamingPackedDataset.* set remove_unused_columns=False"):
+        exec(block.replace(line, ""), {"documents": shared["documents"], "model": shared["model"]})

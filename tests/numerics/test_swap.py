@@ -128,7 +128,7 @@ def test_what_cannot_be_looked_at_needs_a_context_length(tmp_path: Path) -> None
     cases: dict[str, Any] = {
         r"no train_dataset with a length.*Give WLBTrainingArguments\(context_length": iter(rows_of()),
         "holds no documents with tokens": [{"input_ids": []}],
-        "row 0 of the train_dataset has no input_ids": [{"text": "a"}],
+        "Row 0 of the train_dataset has no input_ids": [{"text": "a"}],
     }
     for sentence, rows in cases.items():
         with pytest.raises(ValueError, match=sentence):
@@ -142,7 +142,7 @@ def test_what_cannot_be_looked_at_needs_a_context_length(tmp_path: Path) -> None
     [
         ({"train_sampling_strategy": "group_by_length"}, "the step planner decides what trains together"),
         ({"dataloader_drop_last": True}, "would lose documents"),
-        ({"auto_find_batch_size": True}, "lower S_max"),
+        ({"auto_find_batch_size": True}, "lower max_tokens_per_micro_batch"),
     ],
 )
 def test_options_that_would_not_do_what_they_say_are_refused(options: Any, sentence: str, tmp_path: Path) -> None:

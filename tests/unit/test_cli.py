@@ -20,10 +20,9 @@ from hf_wlb.analysis import (
     recommend,
     run_case,
 )
-from hf_wlb.analysis.inputs import holds_lengths
 from hf_wlb.analysis.tables import histogram_rows
 from hf_wlb.cli import app, base
-from hf_wlb.lengths import length_summary, sample_lengths
+from hf_wlb.lengths import holds_lengths, length_summary, sample_lengths
 from hf_wlb.packing import PackingConfig, tune
 from hf_wlb.workload import AnalyticWorkload
 
@@ -219,6 +218,11 @@ def test_starting_the_command_loads_no_torch() -> None:
         ("a.json", "[]", True),
         ("a.json", '[{"text": "x"}]', False),
         ("a.json", '{"text": "x"}', False),
+        ("a.json", '{"text": "x", "lengths": [1]}', True),
+        ("a.json", '{"text": "the JSON {\\"lengths\\": [1]}"}', False),
+        ("a.jsonl", '{"length": 1}\n{"length": 2}\n', False),
+        ("a.jsonl", '{"input_ids": [1], "length": 1}\n', False),
+        ("a.csv", "length\n12\n", True),
         ("a.txt", "12\n13\n", True),
         ("a.txt", "12 monkeys is a film\n", True),
         ("a.txt", "Some text\n12\n", False),

@@ -227,7 +227,7 @@ def test_what_was_given_is_found_from_another_folder(tmp_path, monkeypatch) -> N
     Path("docs.jsonl").write_text("")
     Path("model").mkdir()
     Path("tok").mkdir()
-    monkeypatch.setattr(TextOptions, "read", lambda *given: LengthSource(LENGTHS, "made up"))
+    monkeypatch.setattr(TextOptions, "read", lambda *given: LengthSource(LENGTHS, "made up", has_documents=True))
     monkeypatch.setattr("hf_wlb.cli.plan.shape_or_config", lambda name: shape_of("tiny"))
     own = ["--model", "model", "--data", "docs.jsonl", "--tokenizer", "tok", "--output", "plan2"]
     found = run(*SMALL, *own)

@@ -102,6 +102,16 @@ def test_differences_and_noise_are_those_of_the_losses(results) -> None:
     assert (found["copy_loss_base"], found["copy_loss_base_string"], found["copy_loss_sequential"]) == (7.0, 9.0, 5.0)
 
 
+def test_noise_is_said_of_the_end_and_of_the_way_there(results, report) -> None:
+    way = "up to 0.20% off the first at the end, up to {} on the way"
+    expected = f"2 sequential runs with the documents in other orders: {way}"
+    assert report.noise_words(results) == report.summary(results)["noise"] == expected.format("0.2%")
+    results["runs"]["sequential, order 2"]["evaluations"][1][2] *= 0.97  # runs that meet at the end
+    assert report.noise_words(results) == expected.format("3.2%")
+    runs = {name: run for name, run in results["runs"].items() if "order" not in name}
+    assert report.noise_words({**results, "runs": runs}) == ""
+
+
 @pytest.fixture
 def from_scratch(results):
     """The same without a base."""
@@ -116,7 +126,10 @@ def test_runs_from_scratch_have_no_base(from_scratch, report, tmp_path) -> None:
     assert found["base_steps"] is None and found["copy_loss_base"] is None and found["loss_start"] is None
     assert found["noise"] == pytest.approx(0.002, abs=1e-6) and found["copy_loss_sequential"] == 5.0
     table = report.results_table(from_scratch)
-    assert "sequential runs from other initial weights are up to 0.20% apart." in table and "a base of" not in table
+    assert (
+        "2 sequential runs with other initial weights: up to 0.20% off the first at the end" in table
+        and "a base of" not in table
+    )
     assert report.draw(from_scratch, tmp_path / "a.png").is_file()
 
 
@@ -176,7 +189,8 @@ def test_the_table_has_a_row_a_run_and_says_whether_it_holds(results, report) ->
         "loss at the end: `steady` 0.30% below and `wlb` 0.40% above that of sequential packing; "
         "the aim is at most 0.5% either way, which is kept;" in table
     )
-    assert "with the documents in other orders are up to 0.20% apart" in table
+    way = "up to 0.20% off the first at the end, up to 0.2% on the way."
+    assert f"; 2 sequential runs with the documents in other orders: {way}" in table
     assert "a base of 20 steps from scratch over 3,210 other files (2,000 tokens," in table
     assert "it is 8.5000 before the first step. Copy loss," in table
     assert "7.00 at the base's end, where the string itself has 9.00; 5.00 at the ends of the runs." in table

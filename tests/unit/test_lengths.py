@@ -40,7 +40,12 @@ def test_json_text_and_npy_give_the_same_lengths(tmp_path: Path) -> None:
     for path in (
         write(tmp_path / "a.json", json.dumps(expected)),
         write(tmp_path / "a.lengths", "  \n" + json.dumps(expected)),
+        write(tmp_path / "b.json", json.dumps({"name": "mine", "lengths": expected})),
+        write(tmp_path / "c.json", json.dumps({"length": expected})),
         write(tmp_path / "a.txt", "812\n0\n\n 95 \n1099511627776"),
+        write(tmp_path / "a.csv", "length\n812\n0\n\n95\n1099511627776\n"),
+        write(tmp_path / "b.csv", '\ufeff"tokens"\r\n"812"\r\n"0"\r\n95\r\n1099511627776\r\n'),
+        write(tmp_path / "c.csv", "812\n0\n95\n1099511627776\n"),
         tmp_path / "a.npy",
     ):
         lengths = load_lengths(path)
@@ -65,7 +70,13 @@ def test_empty_files_are_empty_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("a.json", '{"lengths": [1]}', r"a.json holds a JSON object; .* list of integers"),
+        ("a.json", '{"a": [1]}', r"a.json holds a JSON object with the names 'a'; .* list of .* \{\"lengths\": \[812"),
+        ("a.json", '{"lengths": "1"}', r"names 'lengths'; .*document_lengths\(dataset\).*docs/your_data\.md"),
+        ("a.json", '{"lengths": [1, "x"]}', "Entry 1 of a.json is 'x'"),
+        ("a.json", "{}", "a JSON object without names"),
+        ("a.csv", ",length\n0,12\n", r"Line 1 of a.csv has 2 columns \(',length'\); .* has one, .*to_csv.*\.parquet"),
+        ("a.csv", "length\n12\nmany\n", "Line 3 of a.csv is 'many'"),
+        ("a.csv", "-3\n", "Line 1 of a.csv is '-3'"),
         ("a.json", "12", "holds a JSON number"),
         ("a.json", "[1, 2", "a.json is not valid JSON"),
         ("a.json", "[1, 2.5, -3]", "Entry 1 of a.json is 2.5; .* integers from 0 to 1,099,511,627,776, in tokens"),

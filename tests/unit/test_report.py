@@ -203,7 +203,7 @@ def test_results_that_come_later_are_shown_without_a_word(modules, report, bare,
     assert drawn == ["end_to_end.jsonl", "trainer.json", "convergence.json"]
     page, readme = (bare / report.PAGE).read_text(), (bare / report.README).read_text()
     assert f"**{LABEL}**, 3 rounds" in page and "| losses | 0.0125 |" in page and "| pp2 | 50.0% |" in page
-    chance = "sequential with other initial weights: up to 0.00% apart"
+    chance = "1 sequential run with other initial weights: up to 0.00% off the first at the end, up to 0.0% on the way"
     assert f"after `steady` against sequential packing | +1.25% |  | 1 x GPU a run; {chance} |" in readme
     (folder / "convergence.png").touch()  # the recorder draws nothing
     assert report.main(["--check"], bare) == 0
@@ -268,7 +268,7 @@ def test_timelines_are_renewed_where_there_are_some(modules, report, tmp_path) -
 def test_the_summary_by_hand(modules, report) -> None:
     launches = report.end_to_end_report.read_launches(whole_steps(modules))
     trainer = trainer_results(modules, two_gpus(modules))
-    convergence = {"changes": {"steady": -0.003}, "noise": None, "noise_of": "other orders", "on": "1 x GPU"}
+    convergence = {"changes": {"steady": -0.003}, "noise": "", "on": "1 x GPU"}
     text = modules.measured_report.summary(launches, trainer, convergence)
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows] == [
@@ -293,7 +293,7 @@ def test_the_summary_has_no_interval_for_few_rounds_and_says_what_is_missing(mod
     text = modules.measured_report.summary(launches, None, None)
     assert f"| WLB over Plain-4D, `{LABEL}` | 3.000x |  | 2 x GPU, 2 rounds, 11 layers |" in text
     assert text.endswith("; what `WLBTrainer` adds to a bare loop; convergence.")
-    nothing = {"changes": {}, "noise": None, "noise_of": "other orders", "on": ""}
+    nothing = {"changes": {}, "noise": "", "on": ""}
     alone = modules.measured_report.summary(None, None, None)
     assert modules.measured_report.summary(None, None, nothing) == alone
     trainer = modules.measured_report.summary(None, trainer_results(modules, two_gpus(modules)), None)

@@ -135,7 +135,14 @@ def test_arrays_that_are_no_lengths(lengths, order, message):
         ({"empty": "keep"}, "empty must be one of error, skip, got 'keep'"),
         ({"max_tokens_per_micro_batch": 99}, "=99 is below context_length=100.*Raise the former or lower the latter"),
         ({"max_document_tokens": 126}, "max_document_tokens=126 must lie between 1 and the 125 tokens that the steady"),
-        ({"max_document_tokens": 101, "packer": "greedy"}, "between 1 and the 100 tokens that the greedy packer"),
+        (
+            {"max_document_tokens": 126},
+            "max_tokens_per_micro_batch .S_max, by default 1.25 x context_length.. Raise that",
+        ),
+        (
+            {"max_document_tokens": 101, "packer": "greedy"},
+            "the 100 tokens that the greedy packer .*: context_length. Raise",
+        ),
         ({"max_document_tokens": 0}, "max_document_tokens=0 must lie between 1"),
         ({"thresholds": (50, 30)}, r"must ascend strictly, got \[50, 30\]; sort them"),
         ({"thresholds": (30, 30)}, r"must ascend strictly, got \[30, 30\]; .*remove repetitions"),

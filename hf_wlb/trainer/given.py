@@ -1,0 +1,28 @@
+"""The data sets that a trainer is given, looked at when it is made and not when it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_wlb.data.given import check_documents
+
+
+def check_given(train_dataset: Any, eval_dataset: Any) -> None:
+    """Refuses data sets that hold no documents with ``input_ids``; empty ones pass, and None.
+
+    Args:
+        train_dataset: Documents, or None.
+        eval_dataset: Documents, several data sets by name, or None.
+
+    Raises:
+        ValueError: Names the columns or the splits there are, and what to do.
+    """
+    if train_dataset is not None:
+        check_documents(train_dataset, "The train_dataset")
+    several = eval_dataset if isinstance(eval_dataset, Mapping) else {}
+    for name, dataset in several.items():
+        if dataset is not None:
+            check_documents(dataset, f"The eval_dataset {name!r}")
+    if eval_dataset is not None and not isinstance(eval_dataset, Mapping):
+        check_documents(eval_dataset, "The eval_dataset")

@@ -88,7 +88,7 @@ def planned_arguments(
     logger.warning(
         "WLBTrainer got plain TrainingArguments: a device trains one packed micro-batch of about %s tokens at a time "
         "(context_length, the longest of up to %s documents%s, rounded up) instead of %s padded rows, and %s of them "
-        "per step (gradient_accumulation_steps).%s Give WLBTrainingArguments(context_length=...) to choose for yourself.",
+        "per step (gradient_accumulation_steps).%s Give WLBTrainingArguments(context_length=...) to choose yourself.",
         f"{context_length:,}",
         f"{_SAMPLED:,}",
         " or their longest piece" if split else "",

@@ -69,7 +69,7 @@ def test_documents_that_the_model_has_no_positions_for_are_split(tmp_path: Path,
     assert metrics["packing_split"] > 0
 
 
-def test_what_longrope_splits_is_not_put_down_to_the_positions(tmp_path: Path) -> None:
+def test_what_longrope_splits_is_not_put_down_to_the_positions(tmp_path: Path, caplog: Any) -> None:
     config = Phi3Config(
         max_position_embeddings=256,
         original_max_position_embeddings=48,
@@ -83,6 +83,8 @@ def test_what_longrope_splits_is_not_put_down_to_the_positions(tmp_path: Path) -
     )
     planned = planned_arguments(plain(tmp_path), rows_of([100, 90]), config)
     assert (planned.context_length, planned.max_document_tokens) == (128, 48)
+    assert "more than 48 tokens are split: Phi3Config rotates positions by other factors" in caplog.text
+    assert "has positions for" not in caplog.text
 
 
 def test_the_model_has_positions_for_all(tmp_path: Path, caplog: Any) -> None:

@@ -233,13 +233,25 @@ def variant_row(launch: Launch, variant: str) -> dict[str, Any]:
 
 
 def best_launches(launches: Iterable[Launch]) -> dict[str, Launch]:
-    """By label the launch with the most rounds, of several the last; those without a whole round are left out."""
-    found: dict[str, Launch] = {}
+    """By label the launch with the most rounds, of several the last; those without a whole round are left out.
+
+    Of launches that differ in the model's layers the one with the most rounds has the label; others of at least
+    ``FEWEST_STEPS`` have their layers added, such as ``pp2_128k_fa2_5l``.
+    """
+    found: dict[str, dict[int, Launch]] = {}
     for launch in launches:
-        known = found.get(launch.label)
-        if launch.rounds and (known is None or len(launch.rounds) >= len(known.rounds)):
-            found[launch.label] = launch
-    return found
+        of_layers = found.setdefault(launch.label, {}) if launch.rounds else {}
+        known = of_layers.get(layers := launch.about["settings"]["layers"])
+        if known is None or len(launch.rounds) >= len(known.rounds):
+            of_layers.pop(layers, None)  # in the order of the last ones
+            of_layers[layers] = launch
+    best: dict[str, Launch] = {}
+    for label, of_layers in found.items():
+        *others, most = sorted(of_layers.items(), key=lambda item: len(item[1].rounds))
+        best[label] = most[1]
+        further = [(layers, launch) for layers, launch in reversed(others) if len(launch.rounds) >= FEWEST_STEPS]
+        best |= {f"{label}_{layers}l": launch for layers, launch in further}
+    return best
 
 
 def summary(launches: Iterable[Launch]) -> dict[str, dict[str, dict[str, Any]]]:

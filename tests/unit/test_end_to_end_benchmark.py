@@ -199,6 +199,19 @@ def launched(modules, report):
     return report.read_launches(text_of(launch_row(modules), warm, *rows, step("plain-4d", 3, 77.0)))[0]
 
 
+def test_launches_of_other_layers_stand_beside_each_other(modules, report) -> None:
+    """Each with its figures; of the same layers the one with more rounds, and none of two rounds beside another."""
+    lines: list[dict] = []
+    for launch, layers, rounds in (("a", 3, 4), ("b", 5, 6), ("c", 5, 3), ("d", 4, 3), ("e", 7, 2), ("f", 4, 3)):
+        lines.append(launch_row(modules, launch, layers=layers))
+        seconds = (("plain-4d", 4.0), ("wlb", 2.0))
+        lines += [step(name, number, taken, launch) for number in range(rounds) for name, taken in seconds]
+    best = report.best_launches(report.read_launches(text_of(*lines)))
+    names = {label: launch.about["launch"] for label, launch in best.items()}
+    assert names == {"pp2_128k_fa2_m2": "b", "pp2_128k_fa2_m2_3l": "a", "pp2_128k_fa2_m2_4l": "f"}
+    assert set(report.summary(best.values())) == {"pp2_128k_fa2_m2", "pp2_128k_fa2_m2_3l", "pp2_128k_fa2_m2_4l"}
+
+
 def test_rates_and_speed_ups_by_hand(report, launched) -> None:
     assert len(launched.rounds) == 3  # not the warm-up, nor the round that was broken off
     plain, wlb = (report.variant_row(launched, name) for name in ("plain-4d", "wlb"))

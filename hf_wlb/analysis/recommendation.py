@@ -70,12 +70,12 @@ def recommend(
     if not default.config.balances:
         return None
     tuning = tuner(analysis.stream)
-    tried = {default.config: default}
+    tried = {describe_settings(default.config): default}  # in the search its limits are written as numbers
 
     def run(configs: Iterable[PackingConfig]) -> list[CaseResult]:
         for config in map(comparable, configs):
-            if config not in tried:
-                tried[config] = run_case(PackerCase(LABEL, config), analysis.stream, workload)
+            if (settings := describe_settings(config)) not in tried:
+                tried[settings] = run_case(PackerCase(LABEL, config), analysis.stream, workload)
         return [result for result in tried.values() if result.report.delay <= tuning.max_delay + _ROUNDING]
 
     within = run([tuning.recommended.config, *(point.config for point in [*tuning.best.values(), *_fastest(tuning)])])

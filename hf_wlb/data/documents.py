@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from hf_wlb.data.given import check_documents, check_kind, check_row
+from hf_wlb.data.given import check_documents, check_kind, check_row, is_plain_table
 from hf_wlb.lengths import IntArray, LengthArray
 from hf_wlb.packing import Document
 from hf_wlb.sharding import IGNORE_INDEX
@@ -181,7 +181,7 @@ class DocumentDataset(torch.utils.data.Dataset[dict[str, IntArray]]):
     """
 
     def __init__(self, dataset: Any, lengths: LengthArray | None = None) -> None:
-        if _is_plain_table(dataset):  # Arrow to NumPy, without Python integers or the text in between
+        if is_plain_table(dataset):  # Arrow to NumPy, without Python integers or the text in between
             kept = [name for name in _TOKEN_COLUMNS if name in dataset.column_names]
             dataset = (dataset.select_columns(kept) if "input_ids" in kept else dataset).with_format("numpy")
         self._rows = dataset
@@ -247,7 +247,7 @@ def document_lengths(dataset: Any) -> LengthArray:
         array([3, 1])
     """
     check_kind(dataset, "The data set")
-    if _is_plain_table(dataset):
+    if is_plain_table(dataset):
         return _lengths_of_table(dataset)
     count = len(dataset)
     if count and isinstance(dataset[0], Mapping) and "length" in dataset[0]:
@@ -255,11 +255,6 @@ def document_lengths(dataset: Any) -> LengthArray:
     logger.info("Measuring %d documents; a column 'length' or lengths=... would spare this pass.", count)
     measured = (len(read_tokens(dataset[i], f"Document {i}").input_ids) for i in range(count))
     return np.fromiter(measured, dtype=np.int64, count=count)
-
-
-def _is_plain_table(dataset: Any) -> bool:
-    """Whether this is a ``datasets.Dataset`` whose rows are what is stored: no ``with_transform`` in between."""
-    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
 def _lengths_of_table(dataset: datasets.Dataset) -> LengthArray:

@@ -72,7 +72,7 @@ def check_documents(dataset: Any, name: str) -> None:
 tokens, rename it: dataset.rename_column('tokens', 'input_ids').
     """
     check_kind(dataset, name)
-    if isinstance(dataset, datasets.Dataset | datasets.IterableDataset) and not _is_transformed(dataset):
+    if is_plain_table(dataset) or isinstance(dataset, datasets.IterableDataset):
         _check_columns(dataset, name)
     elif (
         hasattr(dataset, "__len__")
@@ -186,9 +186,9 @@ def _what_to_do(tokens: Iterable[str]) -> str:
     )
 
 
-def _is_transformed(dataset: Any) -> bool:
-    """Whether rows are something else than what is stored, as with ``with_transform``."""
-    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom"
+def is_plain_table(dataset: Any) -> bool:
+    """Whether this is a ``datasets.Dataset`` whose rows are what is stored: no ``with_transform`` in between."""
+    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
 def _holds_integers(feature: Any) -> bool:

@@ -15,6 +15,9 @@ PACKER_NAMES: tuple[str, ...] = get_args(PackerName)
 #: S_max over the context length. 1.25 gets nearly all of the gain of 2; 1.0 leaves documents stranded.
 DEFAULT_MEMORY_FACTOR = 1.25
 
+#: Levels of the outlier queue, as shares of the context length, where none are given. The paper prints none.
+DEFAULT_THRESHOLDS = (0.25, 0.5)
+
 
 @dataclass(frozen=True)
 class PackingConfig:
@@ -150,6 +153,12 @@ class PackingConfig:
         if self.packer == "concat-and-cut":
             return None
         return self.capacity if self.max_document_tokens is None else self.max_document_tokens
+
+    @property
+    def outlier_levels(self) -> tuple[int, ...]:
+        """Ascending lengths from which the outlier queue's levels begin (``wlb``)."""
+        default = {max(1, int(share * self.context_length)) for share in DEFAULT_THRESHOLDS}
+        return self.thresholds or tuple(sorted(default))
 
     @property
     def least_outlier(self) -> int:

@@ -173,10 +173,10 @@ def tune(
     comparable = [point for point in points if not limits.cuts_more(point)] or points
     default = trials.points.get(_default_steady(config))
     unbeaten = [point for point in points if default is None or not limits.allow(default) or not default.beats(point)]
-    best = {
-        packer: choose([p for p in unbeaten if p.config.packer == packer] or points, limits)[0]
-        for packer in dict.fromkeys(packers)
-    }
+    best = {}
+    for packer in dict.fromkeys(packers):
+        own = [point for point in points if point.config.packer == packer]
+        best[packer] = choose([point for point in own if point in unbeaten] or own, limits)[0]
     recommended, reason = choose(unbeaten, limits)
     return TuningResult(points, pareto_front(comparable), best, default, recommended, reason, steps, max_delay)
 

@@ -82,8 +82,7 @@ def describe_settings(config: PackingConfig) -> str:
     """
     s_max = f"S_max {config.s_max / config.context_length:.4g} x context"
     if config.packer == "wlb":
-        thresholds = config.thresholds or (config.context_length // 4, config.context_length // 2)
-        return f"wlb, outliers from {', '.join(f'{t:,}' for t in thresholds)} tokens, {s_max}"
+        return f"wlb, outliers from {', '.join(f'{t:,}' for t in config.outlier_levels)} tokens, {s_max}"
     waiting = config.waiting_limit / config.context_length
     return f"steady, max_time_gap {config.max_time_gap:g}, up to {waiting:g} contexts waiting, {s_max}"
 

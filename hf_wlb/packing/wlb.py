@@ -18,9 +18,6 @@ from hf_wlb.packing.outliers import OutlierQueue
 from hf_wlb.packing.reader import DocumentReader
 from hf_wlb.packing.types import Document, longest_first
 
-#: Levels of the outlier queue, as shares of the context length, where none are given. The paper prints none.
-DEFAULT_THRESHOLDS = (0.25, 0.5)
-
 
 class WlbPacker(Packer):
     """Algorithm 1 of the paper, with three things it leaves open decided.
@@ -37,8 +34,7 @@ class WlbPacker(Packer):
 
     def __init__(self, config: PackingConfig) -> None:
         super().__init__(config)
-        default = tuple(max(1, int(share * config.context_length)) for share in DEFAULT_THRESHOLDS)
-        self._queue = OutlierQueue(config.thresholds or tuple(sorted(set(default))), release=config.micro_batches)
+        self._queue = OutlierQueue(config.outlier_levels, release=config.micro_batches)
         self._remained: list[Document] = []
         self._budget = TokenBudget(config.tokens_per_step)
 

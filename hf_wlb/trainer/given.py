@@ -18,11 +18,11 @@ def check_given(train_dataset: Any, eval_dataset: Any) -> None:
     Raises:
         ValueError: Names the columns or the splits there are, and what to do.
     """
-    if train_dataset is not None:
-        check_documents(train_dataset, "The train_dataset")
-    several = eval_dataset if isinstance(eval_dataset, Mapping) else {}
-    for name, dataset in several.items():
+    given = {"The train_dataset": train_dataset}
+    if isinstance(eval_dataset, Mapping):
+        given |= {f"The eval_dataset {name!r}": dataset for name, dataset in eval_dataset.items()}
+    else:
+        given["The eval_dataset"] = eval_dataset
+    for name, dataset in given.items():
         if dataset is not None:
-            check_documents(dataset, f"The eval_dataset {name!r}")
-    if eval_dataset is not None and not isinstance(eval_dataset, Mapping):
-        check_documents(eval_dataset, "The eval_dataset")
+            check_documents(dataset, name)

@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_wlb.attention import PositionLimit, position_limit
 from hf_wlb.data import WLBDataCollator
+from hf_wlb.data.given import check_row
 from hf_wlb.training_args import WLBTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -144,8 +145,7 @@ def _sampled_context_length(train_dataset: Any, limit: int | None) -> int:
     longest = 0
     for index in range(0, len(documents), step):
         row = documents[index]
-        if not isinstance(row, Mapping) or "input_ids" not in row:
-            raise ValueError(f"row {index} of the train_dataset has no input_ids: tokenise the documents first.")
+        check_row(row, f"Row {index} of the train_dataset")
         longest = max(longest, len(row["input_ids"]))
     if not longest:
         raise ValueError(f"the train_dataset holds no documents with tokens. {needed}")

@@ -240,9 +240,10 @@ def best_launches(launches: Iterable[Launch]) -> dict[str, Launch]:
     """
     found: dict[str, dict[int, Launch]] = {}
     for launch in launches:
-        of_layers = found.setdefault(launch.label, {}) if launch.rounds else {}
-        known = of_layers.get(layers := launch.about["settings"]["layers"])
-        if known is None or len(launch.rounds) >= len(known.rounds):
+        if not launch.rounds:
+            continue
+        of_layers, layers = found.setdefault(launch.label, {}), launch.about["settings"]["layers"]
+        if layers not in of_layers or len(launch.rounds) >= len(of_layers[layers].rounds):
             of_layers.pop(layers, None)  # in the order of the last ones
             of_layers[layers] = launch
     best: dict[str, Launch] = {}

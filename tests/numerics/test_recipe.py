@@ -1,9 +1,11 @@
-"""The main recipe as a user runs it: in processes of its own, to the end, killed and resumed, and with bad input."""
+"""The main recipe as a user runs it: in processes of its own, to the end, killed and resumed, and with bad input.
+
+One run is started by Python itself, the others are forked (see tests/support/scripts.py).
+"""
 
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,10 +18,11 @@ from hf_wlb.data.tokenization import train_byte_level_bpe
 from hf_wlb.presets import preset_config
 from tests.support.oracle import worst_error
 from tests.support.recipes import load_recipe
+from tests.support.scripts import Script, run_script
 from tests.support.source_tree import REPOSITORY
 from tests.support.tolerances import TRAINER_AFTER_STEPS
 
-RECIPE = [sys.executable, "recipes/llama_long_context.py"]
+RECIPE = "recipes/llama_long_context.py"
 SMALL = {
     "max_documents": 150,
     "vocab_size": 512,
@@ -37,7 +40,7 @@ SMALL = {
 
 def arguments(folder: Path, **changes: Any) -> list[str]:
     options = {"output_dir": folder, **SMALL, **changes}
-    return [*RECIPE, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
 def environment() -> dict[str, str]:
@@ -50,17 +53,15 @@ def environment() -> dict[str, str]:
     }
 
 
-def run(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        arguments(folder, **changes), cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300
-    )
+def run(folder: Path, processes: int | None = None, **changes: Any) -> subprocess.CompletedProcess[str]:
+    return run_script(RECIPE, *arguments(folder, **changes), processes=processes)
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
     """The last line of what a run says that ends before it trains; here and not in a process of its own."""
     recipe = load_recipe("llama_long_context")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(sys, "argv", arguments(folder, **changes)[1:])
+        patch.setattr(sys, "argv", [RECIPE, *arguments(folder, **changes)])
         recipe.main()
     assert end.value.code == 2
     return capsys.readouterr().err.strip().splitlines()[-1]
@@ -77,7 +78,10 @@ def losses(folder: Path) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("recipe") / "run"
-    result = run(folder)
+    command = [sys.executable, RECIPE, *arguments(folder)]
+    result = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return folder, result.stdout
 
@@ -99,9 +103,7 @@ def test_it_trains_and_leaves_model_metrics_and_picture(finished: tuple[Path, st
 
 
 def test_two_context_parallel_processes_give_the_same_losses(finished: tuple[Path, str], tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, *arguments(tmp_path, cp_size=2, save_strategy="no")[1:]]
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300)
+    result = run(tmp_path, processes=2, cp_size=2, save_strategy="no")
     assert result.returncode == 0, result.stderr[-3000:]
     expected, found = losses(finished[0]), losses(tmp_path)
     assert sorted(found) == sorted(expected)
@@ -115,9 +117,7 @@ def test_two_pipeline_stages_give_the_same_losses(finished: tuple[Path, str], tm
     """And leave the same model, as a whole."""
     from transformers import AutoModelForCausalLM
 
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, *arguments(tmp_path, pp_size=2, gradient_accumulation_steps=4, save_strategy="no")[1:]]
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300)
+    result = run(tmp_path, processes=2, pp_size=2, gradient_accumulation_steps=4, save_strategy="no")
     assert result.returncode == 0, result.stderr[-3000:]
     expected, found = losses(finished[0]), losses(tmp_path)
     assert sorted(found) == sorted(expected)
@@ -132,15 +132,13 @@ def test_two_pipeline_stages_give_the_same_losses(finished: tuple[Path, str], tm
 
 def test_killed_and_resumed_it_gives_the_same_losses(finished: tuple[Path, str], tmp_path: Path) -> None:
     uninterrupted = losses(finished[0])
-    process = subprocess.Popen(
-        arguments(tmp_path), cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    process = Script(RECIPE, *arguments(tmp_path))
     deadline = time.monotonic() + 240
     while not (tmp_path / "checkpoint-3" / "trainer_state.json").is_file():
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read() if process.stderr else ""
+        assert process.runs() and time.monotonic() < deadline, process.wait().stderr
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
     assert not (tmp_path / "model.safetensors").exists()  # it was killed before its end
     result = run(tmp_path, resume_from_checkpoint="last")
     assert result.returncode == 0, result.stderr[-3000:]

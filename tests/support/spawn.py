@@ -82,7 +82,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
         ) from error
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="hf_wlb_spawn_") as folder:
-        port = _free_port()
+        port = free_port()
         try:
             for rank in range(world_size):
                 ranks.append(_start(rank, world_size, job, Path(folder), port, timeout_s))
@@ -129,7 +129,8 @@ class _Failure:
     error: str
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens at."""
     # Our own group meets in a file, so a port taken in between hurts only a test that opens another store.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -144,10 +145,19 @@ def _preloaded() -> list[str]:
     return [] if torch.cuda.device_count() else _PRELOADED
 
 
-def _start(rank: int, world_size: int, job: bytes, folder: Path, port: int, timeout_s: float) -> _Rank:
+def fork(target: Callable[..., None], args: tuple[Any, ...], name: str) -> ForkServerProcess:
+    """Start a process that has torch and the trainer's imports already, to run `target(*args)`."""
     context = get_context("forkserver")
     context.set_forkserver_preload(_preloaded())
-    ours, theirs = context.Pipe()
+    # Not a daemon: daemons may start no processes, and this one may have DataLoader workers.
+    process = context.Process(target=target, args=args, name=name, daemon=False)
+    with patch.dict(os.environ, _OF_ALL_RANKS):  # the first one starts the server, whose imports read some of these
+        process.start()
+    return process
+
+
+def _start(rank: int, world_size: int, job: bytes, folder: Path, port: int, timeout_s: float) -> _Rank:
+    ours, theirs = get_context("forkserver").Pipe()
     environment = {
         **_OF_ALL_RANKS,
         "RANK": str(rank),
@@ -158,15 +168,8 @@ def _start(rank: int, world_size: int, job: bytes, folder: Path, port: int, time
         "MASTER_PORT": str(port),
     }
     stack_file = folder / f"stack_{rank}"
-    # Not a daemon: daemons may start no processes, and a rank may have DataLoader workers.
-    process = context.Process(
-        target=_rank_main,
-        args=(theirs, job, environment, str(folder / "rendezvous"), str(stack_file), timeout_s),
-        name=f"rank {rank}",
-        daemon=False,
-    )
-    with patch.dict(os.environ, _OF_ALL_RANKS):  # the first one starts the server, whose imports read some of these
-        process.start()
+    arguments = (theirs, job, environment, str(folder / "rendezvous"), str(stack_file), timeout_s)
+    process = fork(_rank_main, arguments, f"rank {rank}")
     theirs.close()  # so that a rank's death shows as the end of its pipe
     return _Rank(rank, process, ours, stack_file)
 

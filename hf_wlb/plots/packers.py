@@ -243,7 +243,7 @@ def plot_packer_bars(
     low = min(excess)
     axes.set_xlim(low - 0.16 * (high - low) if low < 0 else 0.0, high)  # room for the labels of bars to the left
     axes.xaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g}%" if percent else "0"))
-    axes.set_xlabel("longer than the same work in perfect balance")
+    axes.set_xlabel("longer than the work of whole documents in perfect balance")
     axes.grid(axis="x", color="#E4E4E4", linewidth=0.7)
     axes.tick_params(axis="y", length=0)
     return save(figure, path)

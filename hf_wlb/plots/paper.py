@@ -188,7 +188,7 @@ def plot_figure_13(
 
 
 def plot_figure_14(
-    rows: Sequence[Row], path: str | Path, *, title: str = "The longer the context, the more there is to gain: 7B"
+    rows: Sequence[Row], path: str | Path, *, title: str = "Speed-up by context length: 7B"
 ) -> Path:
     """Draw speed-ups over the context length.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from hf_wlb.packing import Document, MicroBatch, StepPlan
 from hf_wlb.simulator.paper import shape_of
@@ -23,7 +24,6 @@ from hf_wlb.simulator.timeline import OpTimes, run_schedule
 from hf_wlb.staging import StageLayout
 from hf_wlb.workload import WorkloadModel, load_workload
 
-RESAMPLES = 2000
 FEWEST_STEPS = 3
 """Fewer steps have no interval."""
 
@@ -38,7 +38,7 @@ class MeasuredStep:
     Attributes:
         plan: Its documents, replica by replica and micro-batch by micro-batch, as they were run.
         seconds: From all ranks' common beginning to the end of the slowest one, optimizer included.
-        modelled: Its time by the cost model that it was planned by, in that model's unit.
+        modelled: Seconds of it, as the simulator has it.
         spans: Seconds that every forward and backward of every stage took, in the order of the pipeline's schedule, on
             the slowest rank of each, ``[stages][2 x micro-batches]``; empty without a pipeline.
         planning: Seconds that one rank took to pack the step and to plan its shards; None where the line does not say.
@@ -86,7 +86,7 @@ class MeasuredVariant:
         system: Its name, packer and sharding.
         steps: One a round, a sample of its stream.
         stream_tokens: Of the whole stream, the same documents for all variants.
-        stream_modelled: Time of the whole stream by the cost model.
+        stream_modelled: Seconds of the whole stream's steps, as the simulator has them.
     """
 
     system: System
@@ -103,27 +103,25 @@ class MeasuredVariant:
     def stream_speed(self, seconds: Sequence[float]) -> float:
         """Tokens per second of the whole stream, all GPUs together, if the sampled steps take so long.
 
-        As the benchmark reports it: the cost model says how the sample compares with the stream, so that the luck of
+        As the benchmark reports it: the simulator says how the sample compares with the stream, so that the luck of
         the draw, which steps were sampled, mostly cancels.
 
         Args:
             seconds: Of every step, ``[steps]``.
         """
-        return float(self._speeds(np.asarray(seconds), np.arange(len(self.steps))[None])[0])
+        modelled = sum(step.modelled for step in self.steps)
+        return self.stream_tokens / (float(np.sum(seconds)) / modelled * self.stream_modelled)
 
     @property
     def speed_interval(self) -> tuple[float, float] | None:
-        """95% interval of the measured ``stream_speed``, by resampling steps; None for under ``FEWEST_STEPS``."""
-        if len(self.steps) < FEWEST_STEPS:
-            return None
-        measured = np.array([step.seconds for step in self.steps])
-        low, high = np.percentile(self._speeds(measured, resampled(len(self.steps))[1:]), (2.5, 97.5))
-        return float(low), float(high)
+        """95% interval of the measured ``stream_speed``, see ``interval_of``; None for under ``FEWEST_STEPS``."""
+        few = len(self.steps) < FEWEST_STEPS
+        return None if few else interval_of(self._speeds(np.array([step.seconds for step in self.steps])))
 
-    def _speeds(self, seconds: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        modelled = np.array([step.modelled for step in self.steps])
-        scale = seconds[rows].sum(axis=1) / modelled[rows].sum(axis=1)
-        speeds: NDArray[np.float64] = self.stream_tokens / (scale * self.stream_modelled)
+    def _speeds(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of all steps, and without each."""
+        modelled = without_each(np.array([step.modelled for step in self.steps]))
+        speeds: NDArray[np.float64] = self.stream_tokens / (without_each(seconds) / modelled * self.stream_modelled)
         return speeds
 
 
@@ -247,10 +245,39 @@ def complete_lines(text: str) -> str:
     return text[: text.rfind("\n") + 1]
 
 
-def resampled(rounds: int) -> NDArray[np.int64]:
-    """Rounds drawn with replacement, ``[RESAMPLES + 1, rounds]``; the first row is all of them as they are."""
-    drawn = np.random.default_rng(0).integers(0, max(rounds, 1), size=(RESAMPLES, rounds))
-    return np.concatenate([np.arange(rounds)[None], drawn])
+def without_each(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum of all values, and behind it the sums without the first, without the second, ...: ``[1 + values]``.
+
+    >>> without_each(np.array([1.0, 2.0, 4.0])).tolist()
+    [7.0, 6.0, 5.0, 3.0]
+    """
+    sums: NDArray[np.float64] = values.sum() - np.concatenate([[0.0], values])
+    return sums
+
+
+def interval_of(values: NDArray[np.float64]) -> tuple[float, float] | None:
+    """95% interval of a positive figure of rounds: the jackknife on its logarithm, with Student's t.
+
+    Unlike percentiles of resampled rounds it keeps its 95% with few of them. It says how far other rounds would come
+    out elsewhere; what all rounds have in common, such as an error of the simulator, is not in it.
+
+    Args:
+        values: The figure of all rounds, and without each of them, ``[1 + rounds]``, see ``without_each``.
+
+    Returns:
+        None for fewer than ``FEWEST_STEPS`` rounds.
+
+    >>> low, high = interval_of(np.array([2.0, 1.9, 2.0, 2.1]))
+    >>> round(low, 2), round(high, 2)
+    (1.56, 2.56)
+    """
+    rounds = len(values) - 1
+    if rounds < FEWEST_STEPS:
+        return None
+    logs = np.log(values)
+    alike = rounds * logs[0] - (rounds - 1) * logs[1:]  # pseudo-values: as if every round had a figure of its own
+    margin = float(stdtrit(rounds - 1, 0.975) * alike.std(ddof=1) / np.sqrt(rounds))
+    return float(np.exp(logs[0] - margin)), float(np.exp(logs[0] + margin))
 
 
 def _step(row: Line, stage_of_rank: Sequence[int]) -> MeasuredStep:

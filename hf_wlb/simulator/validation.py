@@ -21,6 +21,8 @@ from hf_wlb.workload import ProfiledWorkload
 
 MOST_ERROR = 0.10
 """How far the predicted mean step time of a variant may be from the measured one."""
+LEAST_APART = 0.02
+"""Variants whose measured speeds differ by less are not ranked."""
 CLUSTER_OF_KERNEL = {"flash-attn-4": "h100-flash-attn-4", "flash-attn-2": "h100", "torch": "h100"}
 """Cluster preset by attention kernel, as ``AttentionKernel.name`` has it; torch's has the speed of flash-attn 2."""
 
@@ -81,12 +83,18 @@ class LaunchCheck:
 
     @property
     def told_apart(self) -> list[tuple[VariantCheck, VariantCheck]]:
-        """Pairs of (slower, faster) variants by measured speed, those whose intervals do not overlap."""
+        """Pairs of (slower, faster) variants by measured speed: intervals do not overlap, and are apart enough.
+
+        By ``LEAST_APART``, because intervals do not hold what the simulator errs by between a sample and its stream.
+        """
         ordered = sorted(self.variants, key=lambda variant: variant.measured_speed)
         return [
             (slow, fast)
             for slow, fast in combinations(ordered, 2)
-            if slow.interval is not None and fast.interval is not None and slow.interval[1] < fast.interval[0]
+            if slow.interval is not None
+            and fast.interval is not None
+            and slow.interval[1] < fast.interval[0]
+            and fast.measured_speed >= (1 + LEAST_APART) * slow.measured_speed
         ]
 
     @property

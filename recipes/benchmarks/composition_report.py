@@ -142,7 +142,8 @@ def _said(found: Sequence[Pair]) -> str:
     gpus = " and ".join(map(str, sorted({pair.gpus for pair in found})))
     spread = figures(found).get("composition_spread")
     alike = "" if spread is None else f" In a launch, variants differ in that by {spread:.1%} at most."
-    wlb = "" if any(pair.variant == WLB for pair in found) else f" None is `{WLB}`'s, which packs differently in each."
+    own = sum(pair.variant == WLB for pair in found)
+    wlb = f" {own or 'None'} of them {'are' if own > 1 else 'is'} `{WLB}`'s, which packs differently in each."
     return f"Composed steps differ from those that were measured whole as well, on {gpus} GPUs: {ranges}.{alike}{wlb}"
 
 

@@ -15,7 +15,6 @@ from hf_wlb.packing import ArraySource, PackingConfig, StepPlan, StepPlanner, le
 from hf_wlb.packing.types import MicroBatch
 from hf_wlb.sharding import Sharder
 from hf_wlb.simulator import systems
-from hf_wlb.staging import pipeline_seconds
 from hf_wlb.workload import WorkloadModel
 
 K = 1024
@@ -234,17 +233,6 @@ def lengths_of(micro_batch: MicroBatch) -> list[int]:
     return [document.length for document in micro_batch.documents]
 
 
-def predicted_seconds(plan: StepPlan, sharder: Sharder, pp_size: int, recompute: bool) -> float:
-    """Time of a step by the cost model, in its unit: slowest ranks through the pipeline, on the slowest replica."""
-
-    def cost(micro_batch: MicroBatch) -> float:
-        enough = micro_batch.tokens >= sharder.config.cp_size
-        return sharder.plan(lengths_of(micro_batch)).slowest if enough else 0.0
-
-    ratio = 3.0 if recompute else 2.0
-    return max(pipeline_seconds([cost(m) for m in replica], pp_size, ratio) for replica in plan.replicas)
-
-
 @dataclass(frozen=True, eq=False)
 class Stream:
     """A variant's whole stream.
@@ -252,7 +240,7 @@ class Stream:
     Attributes:
         variant: Whose.
         steps: Of the whole pass.
-        predicted: Time of every step, in the cost model's unit.
+        predicted: Seconds of every step, as the simulator has it.
         window: First step that may be sampled, and the one after the last.
     """
 
@@ -284,9 +272,22 @@ class Stream:
 
 
 def streams(
-    variants: Sequence[Variant], given: IntArray, settings: Settings, replicas: int, workload: WorkloadModel
+    variants: Sequence[Variant],
+    given: IntArray,
+    settings: Settings,
+    replicas: int,
+    workload: WorkloadModel,
+    price: Callable[[str], Callable[[StepPlan], float]],
 ) -> list[Stream]:
     """Plans every variant's stream over the same documents.
+
+    Args:
+        variants: Whose.
+        given: Lengths of the documents.
+        settings: How steps are packed.
+        replicas: So many.
+        workload: What documents cost, to pack them by.
+        price: Seconds of a step by how its micro-batches are shared out, see ``StepPrices.of_sharding``.
 
     Raises:
         ValueError: If a stream ends in its window.
@@ -300,9 +301,8 @@ def streams(
         steps = planned[variant.packer]
         if any(step.plan.flush for step in steps[: window[1]]) or len(steps) < window[1]:
             raise ValueError(f"The documents end before step {window[1]} of {variant.name}: give more of them.")
-        sharder = sharder_of(variant, settings.cp_size, workload)
-        predicted = [predicted_seconds(step.plan, sharder, settings.pp_size, settings.recompute) for step in steps]
-        found.append(Stream(variant, steps, predicted, window))
+        seconds = price(variant.sharding)
+        found.append(Stream(variant, steps, [seconds(step.plan) for step in steps], window))
     return found
 
 
@@ -314,7 +314,7 @@ class Turn:
         variant: Whose it is; in the warm-up, by whose sharding micro-batches are shared out.
         round: Number of the round, over all launches; -1 in the warm-up.
         step: The step, and how long it took to plan.
-        predicted: Its time by the cost model.
+        predicted: Seconds of it, as the simulator has it.
         closes: Whether it is the last one of its round.
     """
 

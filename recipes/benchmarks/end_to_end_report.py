@@ -11,7 +11,7 @@ from end_to_end_cases import BASELINE, CUT, FIXED, NOT_PLACED, VARIANTS, WLB, K
 from numpy.typing import NDArray
 from readme_table import between_marks
 
-from hf_wlb.simulator.measured import FEWEST_STEPS, read_rounds, resampled
+from hf_wlb.simulator.measured import FEWEST_STEPS, interval_of, read_rounds, without_each
 from hf_wlb.simulator.paper import FIGURE_13, FIGURE_14
 from hf_wlb.staging.simulation import slot
 
@@ -36,7 +36,7 @@ _PAPER_PARTS_SAID = (
 COLUMNS = {
     "seconds": "of a step, all ranks beginning together, to the end of the slowest: micro-batches to the device, "
     "forward, backward, clipping, optimizer; micro-batches are collated before",
-    "predicted": "the step's time by the cost model that it was planned with, in that model's unit",
+    "predicted": "seconds of the step as the simulator has it, by what predicted_by says",
     "workload": "of a launch: the cost model that its steps were planned and shared out by",
     "micro_batch_lengths": "of the documents, replica by replica, micro-batch by micro-batch, in layout order",
     "spans": "begin and end of every forward and backward, rank by rank, seconds from the step's beginning, in the "
@@ -50,7 +50,7 @@ COLUMNS = {
     "stream_tokens_per_second_per_gpu": "tokens over (scale x predicted) of the whole stream",
     "speedup": "of stream_tokens_per_second_per_gpu over Plain-4D's of the same launch: equal documents, and the "
     "luck of the draw, which steps were sampled, mostly cancels; speedup_sampled: of tokens_per_second_per_gpu",
-    "..._interval": "95%, by resampling whole rounds; none for fewer than 3",
+    "..._interval": "95%, by leaving out each round in turn (jackknife, Student's t); none for fewer than 3",
     "imbalance": "a rank's longest micro-batch, forward and backward, over its mean one; mean over ranks and steps",
     "rank_imbalance": "the busiest rank's forwards and backwards over the mean rank's, waiting between them left out",
     "busy": "share of the step that a stage's ranks compute",
@@ -126,24 +126,20 @@ def rounds_done(launches: Iterable[Launch], settings: Mapping[str, Any], replica
 
 
 def estimate(values: Figures) -> tuple[float, list[float] | None]:
-    """The value of all rounds (the first) and the 95% interval of the resampled ones."""
-    interval = (
-        None if np.isnan(values[-1]) else [round(float(end), 4) for end in np.percentile(values[1:], (2.5, 97.5))]
-    )
-    return round(float(values[0]), 4), interval
+    """The value of all rounds (the first) and its 95% interval, by those without one round each."""
+    interval = interval_of(values)
+    return round(float(values[0]), 4), None if interval is None else [round(end, 4) for end in interval]
 
 
 def speeds(launch: Launch, variant: str) -> tuple[Figures, Figures]:
-    """Tokens per second and device, for every resampling: of the sampled steps, and of the whole stream."""
-    rows = resampled(len(launch.rounds))
+    """Tokens per second and device, of all rounds and without each: of the sampled steps, and of the whole stream."""
     seconds, tokens, predicted = (
-        launch.column(variant, name)[rows].sum(axis=1) for name in ("seconds", "tokens", "predicted")
+        without_each(launch.column(variant, name)) for name in ("seconds", "tokens", "predicted")
     )
     stream, devices = launch.about["streams"][variant], launch.about["devices"]
-    sampled = tokens / seconds / devices
-    whole = stream["pass_tokens"] / (seconds / predicted * stream["pass_predicted"]) / devices
-    if len(launch.rounds) < FEWEST_STEPS:
-        sampled[1:] = whole[1:] = np.nan
+    with np.errstate(divide="ignore", invalid="ignore"):  # one round, and none without it
+        sampled = tokens / seconds / devices
+        whole = stream["pass_tokens"] / (seconds / predicted * stream["pass_predicted"]) / devices
     return sampled, whole
 
 

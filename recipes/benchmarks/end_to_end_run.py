@@ -31,6 +31,7 @@ from end_to_end_cases import (
     turns,
 )
 from exchange_prices import CLUSTER, exchange_cluster, with_exchange
+from step_prices import StepPrices
 from transformers import PrinterCallback, TrainerCallback
 
 from hf_wlb import WLBDataCollator, WLBTrainer, WLBTrainingArguments
@@ -228,18 +229,21 @@ class ChosenStepsTrainer(WLBTrainer):
     """``WLBTrainer`` over chosen steps.
 
     Args:
-        order: The steps.
         sharders: See ``ChosenSteps``.
-        recorder: Takes their figures down.
+        recorder: Takes the steps' figures down.
         **kwargs: Of WLBTrainer.
     """
 
-    def __init__(
-        self, *, order: Sequence[Turn], sharders: Mapping[str, Sharder], recorder: Recorder, **kwargs: Any
-    ) -> None:
-        self._order, self._sharders, self._recorder = order, sharders, recorder
+    def __init__(self, *, sharders: Mapping[str, Sharder], recorder: Recorder, **kwargs: Any) -> None:
+        self._order: Sequence[Turn] = ()
+        self._sharders, self._recorder = sharders, recorder
         super().__init__(callbacks=[recorder], **kwargs)
         self.remove_callback(PrinterCallback)
+
+    def train_steps(self, order: Sequence[Turn]) -> None:
+        """Trains these, in this order."""
+        self._order, self.args.max_steps = order, len(order)
+        self.train()
 
     def _set_up_runner(self) -> None:
         self.throughput.timer = self._recorder.timer
@@ -299,10 +303,8 @@ def workload_of(args: WLBTrainingArguments, config: Any, settings: Settings) -> 
     return with_exchange(workload, settings.cp_size, exchange_cluster(CLUSTER, device_name(args.device)))
 
 
-def launch_line(
-    job: Job, trainer: WLBTrainer, workload: WorkloadModel, found: Sequence[Stream], same: Mapping[str, str]
-) -> dict[str, Any]:
-    """What the results keep of a launch."""
+def launch_line(job: Job, trainer: WLBTrainer, workload: WorkloadModel, same: Mapping[str, str]) -> dict[str, Any]:
+    """What the results keep of a launch, but for its streams: see ``with_streams``."""
     device = trainer.args.device
     return {
         "kind": "launch",
@@ -319,8 +321,16 @@ def launch_line(
         "first_round": job.first_round,
         "same_as": dict(same),
         "workload": workload.to_dict(),
-        "streams": {stream.variant.name: stream.figures() for stream in found},
         **job.about,
+    }
+
+
+def with_streams(about: Mapping[str, Any], prices: StepPrices, found: Sequence[Stream]) -> dict[str, Any]:
+    """A launch's line with its streams, and what their steps' predictions go by."""
+    return {
+        **about,
+        "predicted_by": prices.source,
+        "streams": {stream.variant.name: stream.figures() for stream in found},
     }
 
 
@@ -333,21 +343,14 @@ def main() -> None:
     workload = workload_of(args, config, settings)
     replicas = job.replicas
     given = documents(load_lengths(job.lengths), settings, replicas)
-    found = streams(variants, given, settings, replicas, workload)
-    order = turns(found, job.first_round, job.rounds, job.warmups, settings.seed)
     sharders = {variant.name: sharder_of(variant, settings.cp_size, workload) for variant in variants}
-    args.max_steps = len(order)
     recorder = Recorder(job, args.device, ModelFlops.from_config(config))
-    trainer = ChosenStepsTrainer(
-        order=order,
-        sharders=sharders,
-        recorder=recorder,
-        model=config,
-        args=args,
-        workload=workload,
-    )
-    recorder.write(launch_line(job, trainer, workload, found, same))
-    trainer.train()
+    trainer = ChosenStepsTrainer(sharders=sharders, recorder=recorder, model=config, args=args, workload=workload)
+    about = launch_line(job, trainer, workload, same)
+    prices = StepPrices.of(about)
+    found = streams(variants, given, settings, replicas, workload, prices.of_sharding)
+    recorder.write(with_streams(about, prices, found))
+    trainer.train_steps(turns(found, job.first_round, job.rounds, job.warmups, settings.seed))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

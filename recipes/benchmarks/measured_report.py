@@ -28,8 +28,9 @@ COMPARED = {"speedup": "Plain-4D", "speedup_vs_concat_cut": "Plain-4D that cuts 
 _SPEED_UPS = (
     "Measured. Speed-ups: tokens per second of whole training steps, all systems taking turns in one launch (split, "
     "context, attention kernel). Systems train the same stream of documents, of which each runs a sample of its own "
-    "steps: what the cost model says of sample and stream corrects for that. Intervals are by resampling rounds, where "
-    "there are 3 or more; with 3 they reach from the lowest to the highest, and hold the truth less often than 95%."
+    "steps: what the simulator says of sample and stream corrects for that. Intervals are by leaving out one round at "
+    "a time (jackknife, Student's t), where there are 3 or more. They hold what rounds differ in: not an error that "
+    "the simulator makes between sample and stream, and not another machine."
 )
 _COMPOSED = (
     "Rows that are *put together by 1F1B* come from every micro-batch's layer and head times on one GPU: neither "

@@ -27,14 +27,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from readme_table import between_marks, marks
 from stage_times_compose import PARTS, compose_replicas, part_seconds
+from step_prices import StepPrices
 
-from hf_wlb.analysis.simulation import committed_profile
 from hf_wlb.plots.style import GREY, INK, quiet, save
 from hf_wlb.sharding.types import FloatArray
 from hf_wlb.simulator.measured import MeasuredLaunch, read_rounds
-from hf_wlb.simulator.step import StepSimulator
-from hf_wlb.simulator.systems import sharder_of
-from hf_wlb.simulator.validation import LaunchCheck, VariantCheck, step_model
+from hf_wlb.simulator.validation import LaunchCheck, VariantCheck
 
 MARKS = marks("stage-times-table")
 #: What the results hold besides what ``end_to_end_report.COLUMNS`` says, in words.
@@ -62,11 +60,11 @@ _WHAT = (
     "of gradients and the optimizer, which are left out for all variants alike. Whole steps on as many GPUs are a "
     "separate benchmark, `end_to_end.py`.\n\n"
     "Every variant's steps are a sample of its own stream over the same documents, and hold other documents than "
-    "another variant's. So the speed of the whole stream is that of the sample, corrected by what the cost model "
-    "that steps were planned by says of the sample and of the stream: speed-ups are those of whole streams, and "
-    "columns from *slowest* to *step* are not to be compared down a table. Intervals are by resampling rounds, of "
-    "which there are few: of normal samples such intervals hold the truth in 72% (3 rounds) to 85% (6 rounds) of "
-    "cases. Launches of different commits ran on different machines, on which the same micro-batches took times 1 to "
+    "another variant's. So the speed of the whole stream is that of the sample, corrected by what the simulator says "
+    "of the sample and of the stream, by the profile that predictions go by: speed-ups are those of whole streams, and "
+    "columns from *slowest* to *step* are not to be compared down a table. Intervals (95%) are by leaving out one "
+    "round at a time (jackknife, Student's t). "
+    "Launches of different commits ran on different machines, on which the same micro-batches took times 1 to "
     "3% apart in the median, and up to 6%."
 )
 #: Said below it where ranks share micro-batches.
@@ -151,23 +149,21 @@ def checked(launch: Launch) -> tuple[LaunchCheck | None, str]:
     Returns:
         (Steps as they were put together, and predicted; the source); None with the reason why nothing is predicted.
     """
-    committed = committed_profile(MeasuredLaunch.of(launch.about, launch.rounds))
-    return _checked(json.dumps([launch.about, launch.rounds]), None if committed is None else committed.fingerprint)
+    prices = StepPrices.of(launch.about)
+    return _checked(json.dumps([launch.about, launch.rounds]), prices.source)
 
 
 @lru_cache(maxsize=64)
-def _checked(launch: str, fingerprint: object) -> tuple[LaunchCheck | None, str]:
-    """Several tables ask for the same, which takes a second a launch; another committed profile is another question."""
-    measured = MeasuredLaunch.of(*json.loads(launch))
-    committed = committed_profile(measured) if fingerprint is not None else None
-    try:
-        model = step_model(measured, profile=committed)
-    except ValueError as error:
-        return None, str(error)
+def _checked(launch: str, source: str) -> tuple[LaunchCheck | None, str]:
+    """Several tables ask for the same, which takes a second a launch; another source of prices is another question."""
+    about, rounds = json.loads(launch)
+    measured, prices = MeasuredLaunch.of(about, rounds), StepPrices.of(about)
+    if prices.misfit:
+        return None, prices.misfit
     found = []
     for variant in measured.variants:
-        simulator = StepSimulator(model, sharder_of(variant.system.sharding, measured.split.cp_size, measured.workload))
-        predicted = [simulator.step(step.plan).pipeline_seconds for step in variant.steps]
+        price = prices.of_sharding(variant.system.sharding)
+        predicted = [price(step.plan) for step in variant.steps]
         seconds = [step.seconds for step in variant.steps]
         found.append(
             VariantCheck(
@@ -180,10 +176,7 @@ def _checked(launch: str, fingerprint: object) -> tuple[LaunchCheck | None, str]
                 interval=variant.speed_interval,
             )
         )
-    check = LaunchCheck(measured.label, tuple(found))
-    if committed is not None:
-        return check, f"`profile_{measured.model}_{measured.kernel}.json`, measured in a run of its own"
-    return check, "the launch's profile" if model.profile is not None else f"the figures of {model.cluster.name!r}"
+    return LaunchCheck(measured.label, tuple(found)), source
 
 
 def rows_of(launch: Launch) -> dict[str, dict[str, Any]]:

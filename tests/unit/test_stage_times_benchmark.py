@@ -294,7 +294,7 @@ def test_the_tables_say_what_is_measured_and_what_is_not(report, launches) -> No
     assert "**pp4_128k_fa2**, 3 rounds, composed" in text and "measured on 1 x NVIDIA H200" in text
     assert "Predicted by `profile_7B_flash-attn-2.json`, measured in a run of its own" in text
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "committed_profile", lambda launch: None)
+        patch.setattr("step_prices.committed_profile", lambda launch: None)
         assert "Predicted by the figures of 'h100" in report.results_tables(launches)
     row = report.rows_of(launches[0])["wlb"]
     assert f"| {row['speedup']:.3f} | - | - | 1.000 | {row['bubble']:.1%} |" in text

@@ -8,7 +8,7 @@ model and kernel errs by far less (docs/measurement_log.md). No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_wlb.analysis.simulation import committed_profile
@@ -19,7 +19,7 @@ from hf_wlb.simulator.measured import MeasuredLaunch
 from hf_wlb.simulator.step import StepSimulator
 from hf_wlb.simulator.systems import sharder_of
 from hf_wlb.simulator.validation import cluster_of, step_model
-from hf_wlb.workload import WorkloadModel
+from hf_wlb.workload import AnalyticWorkload, ProfiledWorkload, WorkloadModel
 
 #: What prices steps of a kernel or device that no preset is of: those of a trial on CPUs.
 STAND_IN = "h100"
@@ -47,14 +47,15 @@ class StepPrices:
     def of(cls, about: Mapping[str, Any]) -> StepPrices:
         """By the committed profile of the launch's model and kernel, its own profile, or its kernel's preset.
 
+        A profile of layers that were compiled where the launch's were not, or the other way round, does not price them.
+
         Args:
             about: The launch's line; what it says of streams is not looked at.
-
-        Raises:
-            ValueError: If the launch's own profile is of layers that were compiled where the launch's were not, or the
-                other way round.
         """
         launch = MeasuredLaunch.of({**about, "streams": {}}, [])
+        workload = launch.workload
+        if isinstance(workload, ProfiledWorkload) and workload.compiled != launch.compiled:
+            launch = replace(launch, workload=AnalyticWorkload.from_config(launch.config, STAND_IN))
         cluster, misfit = None, ""
         try:
             cluster = cluster_of(launch)
@@ -66,7 +67,7 @@ class StepPrices:
             source = f"`profile_{launch.model}_{launch.kernel}.json`, measured in a run of its own"
         else:
             source = "the launch's profile" if model.profile is not None else f"the figures of {cluster.name!r}"
-        return cls(model, launch.workload, not about.get("composed", False), source, misfit)
+        return cls(model, workload, not about.get("composed", False), source, misfit)
 
     def of_sharding(self, sharding: str) -> Callable[[StepPlan], float]:
         """Seconds of a step, by how its micro-batches are shared out."""

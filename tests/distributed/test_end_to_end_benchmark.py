@@ -1,11 +1,12 @@
 """The end-to-end benchmark's whole way through, tiny, on two gloo processes."""
 
+import io
 import json
 import math
-import os
 import subprocess
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,53 @@ from hf_wlb.presets import MODEL_PRESETS
 from hf_wlb.simulator.cluster import CLUSTERS
 from hf_wlb.simulator.measured import read_measured
 from hf_wlb.simulator.validation import check_launch, step_model
+from tests.support.scripts import quiet_environment, run_script
 from tests.support.source_tree import REPOSITORY
 from tests.support.training import arguments
 
 FOLDER = REPOSITORY / "recipes" / "benchmarks"
 VARIANTS = {"pp2": ("plain-4d", "wlb"), "cp2": ("plain-4d", "wlb", "wlb, not placed")}
 SPLITS = {"pp2": ("2", "1"), "cp2": ("1", "2")}
+ON_CPU = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
 
 
-def benchmark(split: str, output: Path, pictures: Path, *more: str) -> str:
-    """One launch with a round; what it printed. Options given in ``more`` count instead of others."""
+def words(split: str, output: Path, pictures: Path, *more: str) -> list[str]:
+    """The command line of a launch with a round; options given in ``more`` count instead of others."""
     pp_size, cp_size = SPLITS[split]
-    command = [sys.executable, "end_to_end.py", "--quick", "--use-cpu", "--pp_size", pp_size, "--cp_size", cp_size]
+    command = ["end_to_end.py", "--quick", "--use-cpu", "--pp_size", pp_size, "--cp_size", cp_size]
     command += ["--rounds", "1", "--warmups", "1", "--output", str(output), "--pictures", str(pictures)]
-    command += ["--only", *VARIANTS[split], *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)}
-    environment |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+    return [*command, "--only", *VARIANTS[split], *more]
+
+
+def started(split: str, output: Path, pictures: Path) -> str:
+    """What a launch printed that Python and torchrun started."""
+    environment = {**quiet_environment(), **ON_CPU, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, *words(split, output, pictures)]
     done = subprocess.run(
         command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def benchmark(split: str, output: Path, pictures: Path, *more: str) -> str:
+    """What a launch printed; its processes are forked, and all around them is done here."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.syspath_prepend(str(FOLDER))
+        import end_to_end
+
+        def launch(job: Any, folder: Path) -> int:
+            file = folder / "job.json"
+            job.save(file)
+            done = run_script(end_to_end.RUN, file, processes=job.processes, environment=ON_CPU, timeout_s=400)
+            print(done.stdout, end="")
+            print(done.stderr, end="", file=sys.stderr)
+            return done.returncode
+
+        patch.setattr(end_to_end, "launch", launch)
+        patch.setattr(sys, "argv", words(split, output, pictures, *more))
+        assert end_to_end.main() == 0
+    return printed.getvalue()
 
 
 def rows_of(output: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -53,9 +80,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A launch of two context-parallel ranks: (what it printed, the file)."""
+    """A launch of two context-parallel ranks, by torchrun: (what it printed, the file)."""
     folder = tmp_path_factory.mktemp("end_to_end_shards")
-    return benchmark("cp2", folder / "results.jsonl", folder), folder / "results.jsonl"
+    return started("cp2", folder / "results.jsonl", folder), folder / "results.jsonl"
 
 
 def check_steps(steps: list[dict[str, Any]], spans: int) -> None:

@@ -5,9 +5,6 @@ pytest -m many_ranks
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 
 from tests.distributed.test_pipeline_trainer import deep, stages_of, whole
 from tests.support.equivalence import MICRO_BATCHES, Outcome, check, prepared, replicas, run
-from tests.support.source_tree import REPOSITORY
+from tests.support.scripts import run_script
 from tests.support.spawn import run_distributed
 from tests.support.tolerances import NEGATIVE_CONTROL_FACTOR, PIPELINES
 
@@ -59,17 +56,12 @@ def test_all_kinds_of_parallelism_train_as_one_process(
     assert max(merged.differences(single(families[-1])).values()) > NEGATIVE_CONTROL_FACTOR * PIPELINES
 
 
-def recipe(folder: Path, name: str, launcher: list[str], *options: str) -> list[float]:
+def recipe(output: Path, processes: int | None, *options: str) -> list[float]:
     """Losses of the long-context recipe's demonstration, a few steps of it."""
     arguments = ["--use_cpu", "--max_steps", "3", "--max_documents", "120", "--vocab_size", "512", "--disable_tqdm"]
     arguments += ["True", "--save_strategy", "no", "--context_length", "1024", "--max_document_tokens", "1024"]
-    output = folder / name
-    command = [sys.executable, *launcher, "recipes/llama_long_context.py", *arguments, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(folder / "cache")}
-    done = subprocess.run(
-        [*command, "--output_dir", str(output)], cwd=REPOSITORY, env=environment, text=True, capture_output=True
-    )
+    arguments += [*options, "--output_dir", str(output)]
+    done = run_script("recipes/llama_long_context.py", *arguments, processes=processes, timeout_s=900)
     assert done.returncode == 0, done.stderr[-5000:]
     logs = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [log["loss"] for log in logs if "loss" in log]
@@ -77,8 +69,7 @@ def recipe(folder: Path, name: str, launcher: list[str], *options: str) -> list[
 
 def test_the_recipe_on_eight_ranks(tmp_path: Path) -> None:
     split = [word for name, size in FOUR_D.items() for word in (f"--{name}", str(size))]
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "8"]
-    found = recipe(tmp_path, "eight", torchrun, *split)
-    expected = recipe(tmp_path, "one", [], "--plan_pp_size", "2")  # plans as the eight do
+    found = recipe(tmp_path / "eight", 8, *split)
+    expected = recipe(tmp_path / "one", None, "--plan_pp_size", "2")  # plans as the eight do
     assert len(found) == 3
     assert found == pytest.approx(expected, rel=RECIPE_LOSS)

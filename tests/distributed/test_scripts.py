@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scripts import Script, run_script
+from tests.support.scripts import Script, quiet_environment, run_script
 from tests.support.source_tree import REPOSITORY
 
 SAYS = """
@@ -43,6 +43,17 @@ def test_one_process_is_what_python_starts(script: Path) -> None:
     assert done.stderr.splitlines()[-1] == real.stderr.splitlines()[-1] == "aside"
 
 
+def test_another_folder_is_where_it_starts(script: Path) -> None:
+    done = run_script(script.name, folder=script.parent)
+    real = subprocess.run(
+        [sys.executable, script.name], cwd=script.parent, env=quiet_environment(),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == sorted(real.stdout.splitlines())
+    said = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert said[1:3] == [str(script.parent), "beside it"]
+
+
 def test_a_launcher_s_processes_know_their_ranks(script: Path) -> None:
     done = run_script(script, processes=2)
     said = [json.loads(line)[-1] for line in done.stdout.splitlines() if line.startswith("[")]
@@ -54,7 +65,8 @@ def test_the_exit_code_and_what_was_registered_for_the_end(script: Path, tmp_pat
     assert (tmp_path / "left").exists()
 
 
-def test_an_error_is_a_traceback_and_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_is_a_traceback_and_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.scripts._SECONDS_TO_FOLLOW", 1.0)
     (tmp_path / "fails.py").write_text(
         "import os, time\nif os.environ['RANK'] == '1':\n    raise KeyError('no such document: 17')\ntime.sleep(600)\n"
     )

@@ -1,15 +1,14 @@
 """The context-parallel benchmark's whole way through, tiny, on two CPU processes."""
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from hf_wlb.lengths import sample_lengths
+from tests.support.scripts import run_script
 from tests.support.source_tree import REPOSITORY
 from tests.support.spawn import run_distributed
 
@@ -22,13 +21,9 @@ def run_benchmark(folder, *more):
     lengths = folder / "sampled.json"
     lengths.write_text(json.dumps(sample_lengths(20_000, seed=1).tolist()))
     output = folder / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT]
-    command += ["--lengths", str(lengths), "--device", "cpu", "--shrink", "256", "--heads", "4", "--kv_heads", "2"]
-    command += ["--head_size", "8", "--samples", "2", "--choices", "4", "--quick", "--output", str(output), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    words = ["--lengths", lengths, "--device", "cpu", "--shrink", "256", "--heads", "4", "--kv_heads", "2"]
+    words += ["--head_size", "8", "--samples", "2", "--choices", "4", "--quick", "--output", output, *more]
+    done = run_script(SCRIPT, *words, processes=2)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(output.read_text())
 

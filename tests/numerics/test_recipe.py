@@ -5,7 +5,6 @@ One run is started by Python itself, the others are forked (see tests/support/sc
 
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from hf_wlb.data.tokenization import train_byte_level_bpe
 from hf_wlb.presets import preset_config
 from tests.support.oracle import worst_error
 from tests.support.recipes import load_recipe
-from tests.support.scripts import Script, run_script
+from tests.support.scripts import Script, quiet_environment, run_script
 from tests.support.source_tree import REPOSITORY
 from tests.support.tolerances import TRAINER_AFTER_STEPS
 
@@ -41,16 +40,6 @@ SMALL = {
 def arguments(folder: Path, **changes: Any) -> list[str]:
     options = {"output_dir": folder, **SMALL, **changes}
     return [part for name, value in options.items() for part in (f"--{name}", str(value))]
-
-
-def environment() -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
 
 
 def run(folder: Path, processes: int | None = None, **changes: Any) -> subprocess.CompletedProcess[str]:
@@ -80,7 +69,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("recipe") / "run"
     command = [sys.executable, RECIPE, *arguments(folder)]
     result = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        command, cwd=REPOSITORY, env=quiet_environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return folder, result.stdout

@@ -1,7 +1,6 @@
 """The recipes for conversations as users run them, and one's own model and data in both training recipes."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +14,11 @@ from hf_wlb.data.chat import load_chats
 from hf_wlb.data.tokenization import train_byte_level_bpe
 from hf_wlb.trainer import check_processes
 from tests.support.recipes import load_recipe
+from tests.support.scripts import quiet_environment, run_script
 from tests.support.source_tree import REPOSITORY
 from tests.support.tiny_llama import tiny_llama
 
+RECIPE = "recipes/sft_chat.py"
 SMALL = {
     "config": "recipes/configs/chat_demo.yaml",
     "max_documents": 90,
@@ -37,25 +38,8 @@ CHATS = [
 ]
 
 
-def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    words = [str(word) for word in command]
-    words += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def arguments(**options: Any) -> list[str]:
+    return [str(word) for name, value in {**options, **SMALL}.items() for word in (f"--{name}", value)]
 
 
 def losses(folder: Path) -> list[float]:
@@ -63,9 +47,13 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def launch(*recipe: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", "recipes/launch/cpu_2_processes.yaml")
-    return run(*launcher, *recipe, **options)
+def launch(*words: str) -> subprocess.CompletedProcess[str]:
+    """Two processes as the launch file says."""
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", "recipes/launch/cpu_2_processes.yaml"]
+    command = [sys.executable, *launcher, *words]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=quiet_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +67,7 @@ def built_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(built_in: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("chat") / "run"
-    done = run("recipes/sft_chat.py", dataset=built_in, output_dir=folder, **SMALL)
+    done = run_script(RECIPE, *arguments(dataset=built_in, output_dir=folder))
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done.stdout
 
@@ -102,7 +90,7 @@ def test_it_trains_and_leaves_a_model_that_chats(finished: tuple[Path, str]) -> 
 def test_two_processes_of_the_launch_file_give_the_same_losses(
     finished: tuple[Path, str], built_in: Path, tmp_path: Path
 ) -> None:
-    done = launch("recipes/sft_chat.py", dataset=built_in, output_dir=tmp_path, cp_size=2, **SMALL)
+    done = launch(RECIPE, *arguments(dataset=built_in, output_dir=tmp_path, cp_size=2))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "cp 2, sharding: adaptive" in done.stdout
     assert losses(tmp_path) == pytest.approx(losses(finished[0]), abs=1e-5)

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -21,6 +18,7 @@ from hf_wlb.simulator.measured import read_measured
 from hf_wlb.simulator.systems import sharder_of
 from hf_wlb.simulator.validation import check_launch, step_model
 from hf_wlb.workload import load_workload
+from tests.support.scripts import run_script
 from tests.support.source_tree import REPOSITORY
 
 FOLDER = REPOSITORY / "recipes" / "benchmarks"
@@ -32,12 +30,9 @@ NAMES = ("quick", "quick_m8", "quick_cp2", "quick_dp2cp2")
 
 
 def benchmark(output, *words):
-    """One launch on the CPU; what was printed."""
-    command = [sys.executable, "stage_times.py", "--quick", "--use-cpu", "--output", str(output), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "ACCELERATE_USE_CPU": "true"}
-    return subprocess.run(
-        command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    """One launch on the CPU: it has ended."""
+    words = ["--quick", "--use-cpu", "--output", output, *words]
+    return run_script("recipes/benchmarks/stage_times.py", *words, environment={"ACCELERATE_USE_CPU": "true"})
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,7 @@
 """Swapping Trainer for WLBTrainer in a script: what its arguments, collator and counters then mean."""
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from hf_wlb.data.text import load_documents
 from hf_wlb.data.tokenization import tokenize_documents, train_byte_level_bpe
 from hf_wlb.presets import preset_config
 from hf_wlb.trainer.swap import planned_arguments
+from tests.support.scripts import run_script
 from tests.support.source_tree import REPOSITORY
 from tests.support.tiny_llama import random_documents, tiny_llama
 from tests.support.training import rows_of, steps_by_epoch
@@ -175,15 +173,7 @@ def test_the_readmes_script_runs_before_and_after_the_swap(which: int, tmp_path:
     assert max(documents["length"]) > config.max_position_embeddings  # Trainer trains these, too
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    ran = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    ran = run_script("script.py", folder=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert ran.returncode == 0, ran.stderr
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.vocab_size == len(tokenizer)
     assert ("WLBTrainer got plain TrainingArguments" in ran.stderr) == bool(which)

@@ -23,6 +23,7 @@ from hf_wlb.data.text import (
     train_byte_level_bpe,
 )
 from hf_wlb.lengths import length_summary
+from tests.support.scripts import quiet_environment, run_script
 
 
 @pytest.fixture(autouse=True)
@@ -362,13 +363,20 @@ def test_a_second_run_finds_the_first_ones_cache(tmp_path: Path, tokenizer: PreT
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     other = train_byte_level_bpe(["xyz"] * 9, vocab_size=260)
     other.save_pretrained(tmp_path / "other")
+    probe = tmp_path / "probe.py"
+    probe.write_text(CACHE_PROBE)
+
+    def words(folder: str, state: str) -> list[str]:
+        return [str(source), str(tmp_path / "cache"), str(tmp_path / folder), state]
 
     def run(folder: str, state: str) -> str:
-        words = [str(source), str(tmp_path / "cache"), str(tmp_path / folder), state]
-        command = [sys.executable, "-c", CACHE_PROBE, *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        done = run_script(probe, *words(folder, state))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-    first = run("tokenizer", "fresh")
+    # A Python of its own: forked ones have the same seed of hashes, and would hide an order that follows it.
+    command = [sys.executable, str(probe), *words("tokenizer", "fresh")]
+    first = subprocess.run(command, env=quiet_environment(), check=True, capture_output=True, text=True).stdout
     written = Path(first.strip()).stat().st_mtime_ns
     assert run("tokenizer", "used") == first
     assert Path(first.strip()).stat().st_mtime_ns == written

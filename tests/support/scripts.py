@@ -36,26 +36,31 @@ class Script:
     """A script that runs: in one process, or in those of a launcher."""
 
     def __init__(
-        self, script: str | Path, *words: Any, processes: int | None = None, environment: dict[str, str] | None = None
+        self,
+        script: str | Path,
+        *words: Any,
+        processes: int | None = None,
+        environment: dict[str, str] | None = None,
+        folder: Path = REPOSITORY,
     ) -> None:
-        """Start `script`, a path from the repository's root, there and with `words` as its arguments.
+        """Start `script`, a path from `folder`, there and with `words` as its arguments.
 
         Without `processes` it is one process that no launcher has started; else each gets its RANK, WORLD_SIZE, ...
         """
         self.words = [str(script), *map(str, words)]
         self._outputs = tempfile.TemporaryDirectory(prefix="hf_wlb_script_")
         job = {} if processes is None else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+        inherited = {name: value for name, value in quiet_environment().items() if name not in _OF_LAUNCHERS}
         self._processes: list[ForkServerProcess] = []
         for rank in range(processes or 1):
-            variables = {**inherited, **_QUIET, **job, **(environment or {})}
+            variables = {**inherited, **job, **(environment or {})}
             if processes is not None:
                 ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
                 variables |= {name: str(value) for name, value in ranks.items()}
             outputs = [self._output(stream, rank) for stream in ("stdout", "stderr")]
             for output in outputs:
                 output.touch()  # it may be killed before it has done anything
-            self._processes.append(fork(_run, (self.words, variables, outputs), f"{self.words[0]} {rank}"))
+            self._processes.append(fork(_run, (self.words, variables, folder, outputs), f"{self.words[0]} {rank}"))
 
     def _output(self, stream: str, rank: int) -> Path:
         return Path(self._outputs.name) / f"{stream}_{rank}"
@@ -110,13 +115,19 @@ def run_script(
     *words: Any,
     processes: int | None = None,
     environment: dict[str, str] | None = None,
+    folder: Path = REPOSITORY,
     timeout_s: float = 300.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end: see `Script`, and `Script.wait` for what comes back."""
-    return Script(script, *words, processes=processes, environment=environment).wait(timeout_s)
+    return Script(script, *words, processes=processes, environment=environment, folder=folder).wait(timeout_s)
 
 
-def _run(words: list[str], variables: dict[str, str], outputs: list[Path]) -> None:
+def quiet_environment() -> dict[str, str]:
+    """What these processes and real ones beside them are given: one thread each, no network, no warnings of forks."""
+    return {**os.environ, **_QUIET}
+
+
+def _run(words: list[str], variables: dict[str, str], folder: Path, outputs: list[Path]) -> None:
     os.setsid()  # a group of its own: it can be ended with what it started
     for number, file in enumerate(outputs, start=1):
         descriptor = os.open(file, os.O_WRONLY)
@@ -124,9 +135,9 @@ def _run(words: list[str], variables: dict[str, str], outputs: list[Path]) -> No
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(variables)
-    os.chdir(REPOSITORY)
+    os.chdir(folder)
     sys.argv = words
-    sys.path.insert(0, str((REPOSITORY / words[0]).parent))
+    sys.path.insert(0, str((folder / words[0]).parent))
     gc.freeze()  # as in run_distributed
     try:
         runpy.run_path(words[0], run_name="__main__")

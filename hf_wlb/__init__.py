@@ -29,9 +29,11 @@ _EXPORTS: dict[str, str] = {
     "WLBTrainingArguments": "hf_wlb.training_args",
     "WorkloadModel": "hf_wlb.workload",
     "pack_dataset": "hf_wlb.data",
+    "plain_attention": "hf_wlb.attention",
 }
 
 if TYPE_CHECKING:
+    from hf_wlb.attention import plain_attention as plain_attention
     from hf_wlb.data import StreamingPackedDataset as StreamingPackedDataset
     from hf_wlb.data import WLBDataCollator as WLBDataCollator
     from hf_wlb.data import WLBDataLoader as WLBDataLoader

@@ -158,10 +158,17 @@ def packing_summary(report: PackingReport) -> dict[str, float]:
     return {f"packing_{name}": getattr(report, name) for name in _SUMMARY if name not in absent}
 
 
-def save_planner_state(checkpoint: str, step: int, data: dict[str, Any]) -> None:
-    """Writes the state of the training data, as of an optimizer step, into a checkpoint."""
+def save_planner_state(checkpoint: str, step: int, data: dict[str, Any], **more: Any) -> None:
+    """Writes the state of the training data, as of an optimizer step, into a checkpoint.
+
+    Args:
+        checkpoint: The folder.
+        step: Steps trained.
+        data: What ``state_dict`` gave.
+        **more: What else a resume needs, in plain JSON types.
+    """
     with open(os.path.join(checkpoint, PLANNER_STATE_NAME), "w", encoding="utf-8") as file:
-        json.dump({"global_step": step, "data": data}, file)
+        json.dump({"global_step": step, "data": data, **more}, file)
 
 
 def read_planner_state(checkpoint: str, step: int) -> dict[str, Any]:

@@ -52,6 +52,14 @@ _FSDP_DEFAULTS: dict[str, tuple[Any, ...]] = {
     "xla_fsdp_v2": (False,),
     "xla_fsdp_grad_ckpt": (False,),
 }
+#: Options of Trainer that would train something else than they say, and what to do.
+_UNSUPPORTED = {
+    "deepspeed": "to share out parameters set fsdp=True.",
+    "neftune_noise_alpha": "its noise shrinks with the tokens of a micro-batch, so a document would get less of it "
+    "the more others it is packed with. Leave it unset.",
+    "parallelism_config": "Accelerate would shard micro-batches once more and lose which document is which. Set "
+    "dp_replicate_size, dp_shard_size, pp_size, cp_size and tp_size instead.",
+}
 
 
 def _option(default: Any, text: str) -> Any:
@@ -148,7 +156,8 @@ class WLBTrainingArguments(TrainingArguments):
     )
     fused_loss: str = _option(
         "auto",
-        f"How the loss is computed without whole logits: {', '.join(FUSED_LOSSES)}. auto: the fastest way that can.",
+        f"How the loss is computed without whole logits: {', '.join(FUSED_LOSSES)}. auto: the fastest way that can; "
+        "with an adapter on the head, or a trained copy of it, whole logits after all.",
     )
     on_nonfinite_loss: str = _option(
         "stop", "What happens to a step whose loss is not finite: stop, or skip (left out and counted)."
@@ -226,12 +235,8 @@ class WLBTrainingArguments(TrainingArguments):
             <= 1,
             "give at most one of workload_profile, workload_crossover and workload_hardware",
         )
-        _require(not self.deepspeed, "deepspeed is not supported by WLBTrainer; to share out parameters set fsdp=True")
-        _require(
-            self.parallelism_config is None,
-            "parallelism_config is not supported by WLBTrainer: Accelerate would shard micro-batches once more and "
-            "lose which document is which. Set dp_replicate_size, dp_shard_size, pp_size, cp_size and tp_size instead.",
-        )
+        for name, instead in _UNSUPPORTED.items():
+            _require(not getattr(self, name), f"{name} is not supported by WLBTrainer: {instead}")
         self._choose_system()
         self._check_loss()
         self._check_sharding()

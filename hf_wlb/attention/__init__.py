@@ -13,7 +13,12 @@ from hf_wlb.attention.kernels import (
 )
 from hf_wlb.attention.meter import KernelMeter
 from hf_wlb.attention.positions import PositionLimit, position_limit
-from hf_wlb.attention.registration import document_attention_enabled, register
+from hf_wlb.attention.registration import (
+    check_document_attention,
+    document_attention_enabled,
+    plain_attention,
+    register,
+)
 from hf_wlb.attention.segments import Segments
 
 __all__ = [
@@ -29,9 +34,11 @@ __all__ = [
     "ShardTensors",
     "attend",
     "available_kernels",
+    "check_document_attention",
     "check_isolation",
     "choose_kernel",
     "document_attention_enabled",
+    "plain_attention",
     "position_limit",
     "register",
     "warm_up",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from itertools import pairwise
@@ -28,6 +29,15 @@ IMPLEMENTATION = "wlb"
 # The same function, but Transformers makes no masks: to make them it reads position ids back from the device in every
 # forward pass. ``document_attention_enabled`` refuses masks in its place.
 MASKLESS = "wlb_maskless"
+
+_document_attention = {IMPLEMENTATION, MASKLESS}  # names under which documents are kept apart
+# What models inside ``document_attention_enabled``, and their decoders, attend with elsewhere.
+_own: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+
+_OTHER_INPUTS = (
+    "To generate, or to call the model on other inputs than packed ones, as in a callback: `with "
+    "hf_wlb.plain_attention(model): model.generate(...)`, which switches to the model's own attention and back."
+)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -114,7 +124,7 @@ def _check_call(
     if attention_mask is not None:
         raise ValueError(_hides_tokens(name))
     if query.shape[0] != 1:
-        raise ValueError(f"a packed micro-batch is one row, but {name} got {query.shape[0]} rows")
+        raise ValueError(f"a packed micro-batch is one row, but {name} got {query.shape[0]} rows. {_OTHER_INPUTS}")
     if dropout:
         raise ValueError(f"attention dropout ({dropout}) is not supported with packed documents; set it to 0")
     for unsupported in ("position_bias", "head_mask"):
@@ -127,7 +137,7 @@ def _check_call(
 def _hides_tokens(name: str) -> str:
     return (
         f"{name} got an attention_mask that hides tokens. Packed micro-batches have no padding: drop the mask and "
-        "tokenise without padding, or use attn_implementation='sdpa' for padded batches."
+        f"tokenise without padding. {_OTHER_INPUTS}"
     )
 
 
@@ -135,8 +145,7 @@ def _whole_documents(name: str, cu_seq_lens: torch.Tensor | None, max_length: in
     if cu_seq_lens is None:
         raise ValueError(
             f"{name} got no cu_seq_lens_q, so attn_implementation='wlb' cannot tell the documents of the micro-batch "
-            "apart. Feed the model what WLBDataCollator gives; for generation switch back with "
-            "model.set_attn_implementation('sdpa')."
+            f"apart. Feed the model what WLBDataCollator gives. {_OTHER_INPUTS}"
         )
     bounds = cu_seq_lens.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens:
@@ -172,7 +181,8 @@ def document_attention_enabled(model: PreTrainedModel, implementation: str = MAS
     """Uses document attention inside the block and the model's own implementation after it.
 
     The model takes no mask inside: one that hides nothing is dropped, another is refused before the forward pass;
-    unless it is switched to another implementation meanwhile, as for generation with padded prompts.
+    unless it is switched to another implementation meanwhile, as ``plain_attention`` does. Then it refuses packed
+    micro-batches.
 
     Args:
         model: Called itself, by what wraps it, or by its decoder.
@@ -181,9 +191,13 @@ def document_attention_enabled(model: PreTrainedModel, implementation: str = MAS
     register()
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
-    hook = partial(_without_mask, name=type(model).__name__, implementation=implementation)
+    _document_attention.add(implementation)
+    hook = partial(_before_forward, name=type(model).__name__, implementation=implementation)
     # The decoder too: what calls the model's forward without its hooks, as some versions of PEFT, gets to it.
     modules = dict.fromkeys((model, getattr(model, "base_model", model)))
+    outermost = model not in _own
+    if outermost:
+        _own.update(dict.fromkeys(modules, _plain_of(model) if before in _document_attention else before))
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:
         yield
@@ -191,12 +205,82 @@ def document_attention_enabled(model: PreTrainedModel, implementation: str = MAS
         for handle in handles:
             handle.remove()
         model.set_attn_implementation(before)
+        if outermost:
+            for module in modules:
+                del _own[module]
 
 
-def _without_mask(
+@contextlib.contextmanager
+def plain_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Uses the model's own attention inside the block, for ``generate`` and ordinary inputs while it is trained.
+
+    It attends as before training, or by ``"sdpa"`` where it was loaded with ``"wlb"``. After the block, and after an
+    exception in it, packed micro-batches go on as before. A model that is not in training is left as it is.
+
+    Args:
+        model: As a callback gets it, or what wraps it (PEFT, DDP). Where its parameters are in parts, all processes
+            must call it together.
+
+    Raises:
+        ValueError: If there is no model of Transformers in it.
+    """
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if inner is None:
+        raise ValueError(f"plain_attention is for models of Transformers, got a {type(model).__name__}")
+    before = inner.config._attn_implementation
+    if before not in _document_attention:
+        yield
+        return
+    inner.set_attn_implementation(_own.get(inner) or _plain_of(inner))
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(before)
+
+
+def _plain_of(model: PreTrainedModel) -> str:
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+def check_document_attention(model: torch.nn.Module) -> None:
+    """Refuses a model that is about to get a packed micro-batch, or a shard, and would not keep documents apart.
+
+    Two strings are compared; nothing waits for the device.
+
+    Args:
+        model: Of Transformers, without what wraps it.
+
+    Raises:
+        ValueError: Naming the implementation that it has, and how to switch back.
+    """
+    found = cast(Any, model).config.get_text_config()._attn_implementation  # which is what its layers look at
+    if found in _document_attention:
+        return
+    name = type(model).__name__
+    raise ValueError(
+        f"{name} got a packed micro-batch, but its attention implementation is {found!r} now and not {MASKLESS!r}: "
+        "documents would not be kept apart, and a shard not put together with the others. "
+        + (_SWITCHED if model in _own else _NOT_ENABLED)
+    )
+
+
+_SWITCHED = (
+    "Something has called set_attn_implementation during training, such as a callback, and has not switched back. Let "
+    "it use `with hf_wlb.plain_attention(model): ...`, which does so by itself, or keep "
+    "before = model.config._attn_implementation and end with model.set_attn_implementation(before)."
+)
+_NOT_ENABLED = (
+    "train() and evaluate() switch it by themselves; elsewhere call the model inside "
+    "`with hf_wlb.attention.document_attention_enabled(model): ...`."
+)
+
+
+def _before_forward(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, implementation: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward pre-hook; a copy of the module keeps it, but not its implementation."""
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("wlb_shard") is not None:
+        check_document_attention(module)
     if cast(Any, module).config._attn_implementation != implementation:
         return None
     place = _place_of_mask(module) if args else 0

@@ -12,17 +12,15 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from hf_wlb.data.given import check_documents, check_kind, check_row, is_plain_table
+from hf_wlb.data.given import TARGET_COLUMNS, check_documents, check_kind, check_row, is_plain_table
 from hf_wlb.lengths import IntArray, LengthArray
 from hf_wlb.packing import Document
 from hf_wlb.sharding import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 
-#: Columns that say which tokens to train, in the place of labels: of TRL, and of chat templates.
-_TARGET_COLUMNS = ("completion_mask", "assistant_masks", "assistant_mask")
 _PACKED_COLUMNS = ("document_lengths", "seq_lengths", "position_ids")
-_TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", *_TARGET_COLUMNS, *_PACKED_COLUMNS)
+_TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", *TARGET_COLUMNS, *_PACKED_COLUMNS)
 
 _CHECKED = 32  # documents that a checksum looks at
 
@@ -83,8 +81,8 @@ def read_tokens(row: Any, name: str) -> Tokens:
 
     Args:
         row: A mapping with ``input_ids`` and perhaps ``labels``: lists, NumPy arrays or tensors of one dimension.
-            Other columns are ignored, but an ``attention_mask`` must not mask anything, nor a ``completion_mask`` or
-            ``assistant_masks`` without labels, and no column may say that several documents were packed into the row.
+            Other columns are ignored, but an ``attention_mask`` must not mask anything, nor, without labels, one of
+            ``TARGET_COLUMNS``, and no column may say that several documents were packed into the row.
         name: The document, for errors, such as ``"Document 3"``.
 
     Raises:
@@ -140,7 +138,7 @@ def _refuse_packed_row(row: Mapping[str, Any], name: str) -> None:
 
 def _refuse_other_targets(row: Mapping[str, Any], name: str) -> None:
     """For a row without labels."""
-    for column in _TARGET_COLUMNS:
+    for column in TARGET_COLUMNS:
         mask = row.get(column)
         if mask is not None and not np.asarray(mask).all():
             raise ValueError(

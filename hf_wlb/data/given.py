@@ -11,10 +11,12 @@ import torch
 import torch.utils.data
 
 _DICTIONARIES = (datasets.DatasetDict, datasets.IterableDatasetDict)
+#: Columns that say which tokens to train, in the place of labels: of TRL, of chat templates, and of other libraries.
+TARGET_COLUMNS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 #: Lists of integers that are no tokens, whatever a tokenizer or a collator calls them.
 _BESIDE_TOKENS = (
-    *("labels", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "loss_mask"),
-    *("completion_mask", "assistant_masks", "assistant_mask", "document_lengths", "document_indices", "seq_lengths"),
+    *("labels", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", *TARGET_COLUMNS),
+    *("document_lengths", "document_indices", "seq_lengths"),
 )
 
 

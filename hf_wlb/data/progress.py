@@ -116,8 +116,7 @@ class PassProgress:
             RuntimeError: On every rank, if others have further steps.
         """
         if self._compare_ranks:
-            what = f"whether the data have ended (then {_END_OF_PASS}) or which step comes next (then its digest)"
-            verify_agreement(_END_OF_PASS, what, place=self._place)
+            verify_agreement(_END_OF_PASS, "the end of the data", place=self._place)
 
     def report(self) -> PackingReport:
         """Return the figures over the steps entered so far."""

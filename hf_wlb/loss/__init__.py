@@ -2,7 +2,7 @@
 
 from hf_wlb.loss.check import check_head_loss
 from hf_wlb.loss.chunked import LossFunction, VocabularySlices, linear_cross_entropy
-from hf_wlb.loss.head import HeadLoss, plain_head
+from hf_wlb.loss.head import HeadLoss, plain_head, unusual_head
 from hf_wlb.loss.liger import liger_cross_entropy
 from hf_wlb.loss.selection import FUSED_LOSSES, choose_fused_loss
 
@@ -16,4 +16,5 @@ __all__ = [
     "liger_cross_entropy",
     "linear_cross_entropy",
     "plain_head",
+    "unusual_head",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import pad
@@ -96,7 +96,9 @@ class HeadLoss:
         model, modules = self.model, self._parent._modules
         if modules.get(self._name) is not self.head:
             raise RuntimeError(
-                f"the head of {type(model).__name__} was replaced since its fused loss was set up; set it up anew"
+                f"the head of {type(model).__name__} was replaced after its loss had been set up, as "
+                "resize_token_embeddings does. Resize before the trainer is made: make a new WLBTrainer of this model "
+                "(or a new HeadLoss, in a loop of your own)."
             )
         self._calls, self._standing_in = 0, True
         modules[self._name] = self.stand_in
@@ -177,13 +179,22 @@ def plain_head(model: PreTrainedModel) -> torch.nn.Linear:
             f"{name} names no head (get_output_embeddings() is None), so its loss cannot be computed without whole "
             "logits. Set fused_loss='off'."
         )
-    if type(head) is not torch.nn.Linear:
+    kind = unusual_head(model)
+    if kind is not None:
         raise ValueError(
-            f"the head of {name} is a {type(head).__module__}.{type(head).__name__} and not a plain torch.nn.Linear "
+            f"the head of {name} is a {kind} and not a plain torch.nn.Linear "
             "(an adapter on it, a copy of it or a quantized one?), so its loss cannot be computed without whole "
             "logits. Set fused_loss='off', or leave the head out of what is adapted."
         )
-    return head
+    return cast(torch.nn.Linear, head)
+
+
+def unusual_head(model: PreTrainedModel) -> str | None:
+    """What the model's head is, if it is there and no plain linear layer, as with an adapter on it or a copy of it."""
+    head: Any = model.get_output_embeddings()
+    if head is None or type(head) is torch.nn.Linear:
+        return None
+    return f"{type(head).__module__}.{type(head).__name__}"
 
 
 def softcap_of(model: PreTrainedModel) -> float | None:

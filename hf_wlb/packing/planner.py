@@ -151,6 +151,7 @@ def check_planner_state(
         )
     if state["workload"] != workload.fingerprint:
         raise ValueError(
-            "this planner state was taken with another workload model (another model configuration, hardware or "
-            "profile file); resume with that one, or start anew without the state"
+            "this planner state was taken with another workload model: another model configuration, "
+            "gradient_checkpointing, hardware, crossover length or profile file. Resume with that one "
+            "(workload=...), or start anew without the state"
         )

@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from hf_wlb.parallel.collectives import gather_objects, group_device, process_count
 
+MOST_NAMED = 6
+"""Settings that an error names."""
+
 
 def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = None, place: str = "") -> None:
     """Compare ``value`` over all ranks; every rank of the group must call this the same number of times.
@@ -24,7 +27,8 @@ def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = No
 
     Args:
         value: Any integer that fits 64 bits, signed; ``StepPlan.digest()`` for plans.
-        what: What is compared, as a noun phrase for the error, such as ``"the plan of step 3"``.
+        what: What is compared, as a noun phrase for the error, such as ``"the plan of step 3"``. Ranks that are about
+            to do different things may meet here with different phrases, and different values; the error has these.
         group: The ranks to compare; all of them by default.
         place: This rank's, for the error: ``ParallelMesh.place``.
 
@@ -41,9 +45,12 @@ def verify_agreement(value: int, what: str, group: dist.ProcessGroup | None = No
     own = torch.tensor([value], dtype=torch.int64, device=group_device(group))
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
-    values = [int(tensor.item()) for tensor in gathered]
+    values: list[Hashable] = [int(tensor.item()) for tensor in gathered]
     if len(set(values)) > 1:
-        places = gather_objects(place, group)
+        told: list[tuple[str, str]] = gather_objects((place, what), group)
+        places, compared = [found for found, _ in told], [found for _, found in told]
+        if len(set(compared)) > 1:  # ranks that are about to do different things
+            what, values = "what comes next", list(compared)
         raise RuntimeError(
             f"The ranks do not agree on {what}: {by_rank(values, places)}. Every rank plans for itself and must "
             "be given the same documents in the same order, the same settings, seed, epoch and resume state, and the "
@@ -68,8 +75,8 @@ def verify_settings(
         of_place: Further ones, that only ranks with the same ``place`` must share: stages have layers of their own.
 
     Raises:
-        RuntimeError: On every rank alike, if some differ; it names each of these, its values and the ranks that hold
-            them.
+        RuntimeError: On every rank alike, if some differ; it names the first of these, their values and the ranks that
+            hold them.
 
     >>> verify_settings({"full_determinism": True})
     """
@@ -83,9 +90,10 @@ def verify_settings(
         if len({given[rank].get(name) for rank in ranks}) > 1
     ]
     if differing:
+        more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
         raise RuntimeError(
-            f"The ranks do not agree on {', '.join(differing)}. They compute every micro-batch together: give all of "
-            "them the same arguments and the same model."
+            f"The ranks do not agree on {', '.join(differing[:MOST_NAMED])}{more}. They train one model together: give "
+            "all of them the same arguments and the same model."
         )
 
 

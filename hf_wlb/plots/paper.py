@@ -187,9 +187,7 @@ def plot_figure_13(
     return save(figure, path)
 
 
-def plot_figure_14(
-    rows: Sequence[Row], path: str | Path, *, title: str = "Speed-up by context length: 7B"
-) -> Path:
+def plot_figure_14(rows: Sequence[Row], path: str | Path, *, title: str = "Speed-up by context length: 7B") -> Path:
     """Draw speed-ups over the context length.
 
     Args:

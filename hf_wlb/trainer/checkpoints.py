@@ -197,8 +197,12 @@ class SplitCheckpoints(SplitModel):
     def _load_planner_state(self, checkpoint: str, data: Any) -> None:
         """Lets the training data go on where they stood, for this run's replicas."""
         state = under_this_layout(read_planner_state(checkpoint, self.state.global_step), data)
-        with named_as_arguments():
-            data.load_state_dict(state)
+        try:
+            with named_as_arguments():
+                data.load_state_dict(state)
+        except ValueError as error:
+            anew = "without the state (ignore_data_skip=True, which begins the epoch's documents anew)"
+            raise ValueError(str(error).replace("without the state", anew)) from None
 
     # ---- random states ----
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from transformers import TrainingArguments
 
 from hf_wlb.data import StreamingPackedDataset, WLBDataLoader
 from hf_wlb.parallel import verify_agreement
 from hf_wlb.trainer.checkpoints import SplitCheckpoints
+from hf_wlb.trainer.costs import costs_to_go_on_with
+from hf_wlb.training_args import WLBTrainingArguments
+from hf_wlb.workload import WorkloadModel
 
 PlannedData = WLBDataLoader | StreamingPackedDataset
 
@@ -23,6 +27,18 @@ class PlannedEpochs(SplitCheckpoints):
 
     _train_data: PlannedData | None
     _rng_checkpoint: str | None
+    workload: WorkloadModel
+
+    @contextlib.contextmanager
+    def _weighing_as_in(self, resume: str | None) -> Iterator[None]:
+        """Inside, documents are weighed as in the run that a checkpoint is of: the steps that it planned go on."""
+        own, args = self.workload, cast(WLBTrainingArguments, self.args)
+        if resume is not None and not args.ignore_data_skip:
+            self.workload = costs_to_go_on_with(resume, args, own, warns=self.is_world_process_zero())
+        try:
+            yield
+        finally:
+            self.workload = own
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Micro-batches of a step; context-parallel ranks share theirs."""

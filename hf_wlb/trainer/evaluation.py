@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from accelerate.state import GradientState
 from torch.nn.functional import pad
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
@@ -118,7 +120,7 @@ class PlannedEvaluation(TrainingLoss):
             whether = "whether to predict, by compute_metrics and prediction_loss_only"
             verify_settings({whether: not loss_only}, place=self.mesh.place)
             self.gather_function = self._gather_from_replicas
-        with document_attention_enabled(self._causal_lm):
+        with document_attention_enabled(self._causal_lm), _telling_the_end(dataloader):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -159,6 +161,33 @@ class PlannedEvaluation(TrainingLoss):
     def _gather_from_replicas(self, rows: Any) -> Any:
         """One row per replica: all of its ranks have the same."""
         return self.accelerator.gather_for_metrics(rows)[self.mesh.replica_leads()]
+
+
+class _End:
+    """What Accelerate asks of a loader of its own; ours does not go through ``accelerator.prepare``."""
+
+    remainder = 0  # samples that were added to fill up a batch
+
+    def __init__(self, loader: WLBDataLoader) -> None:
+        self._loader = loader
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return self._loader.steps_handed_out >= self._loader.steps_per_epoch
+
+
+@contextlib.contextmanager
+def _telling_the_end(dataloader: Any) -> Iterator[None]:
+    """Inside, Accelerate knows which micro-batch is the last: with it Trainer closes ``batch_eval_metrics``."""
+    if not isinstance(dataloader, WLBDataLoader):  # of a subclass's own, perhaps prepared
+        yield
+        return
+    state, end = GradientState(), _End(dataloader)
+    state._add_dataloader(end)
+    try:
+        yield
+    finally:
+        state._remove_dataloader(end)
 
 
 def _check_documents(dataset: Any, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -76,17 +77,39 @@ _PLANNED_BY = (
     "empty_documents", "outlier_thresholds", "outlier_tokens", "max_time_gap", "max_wait_steps", "max_waiting_contexts",
     "window_steps", "plan_pp_size", "shuffle_documents",
 )  # fmt: skip
+#: Arguments that need not be the same on all ranks.
+_MAY_DIFFER = {
+    "local_rank", "data_seed",  # the second: compared as what it comes to
+    # Files, which a machine may have in a place of its own; of those that are read, what comes of them is compared.
+    "output_dir", "resume_from_checkpoint", "workload_profile", "pp_stage_costs",
+    # What a process tells, and whom.
+    "log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "report_to", "run_name", "project",
+    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "debug", "skip_memory_metrics",
+    "hub_token", "hub_model_id", "hub_private_repo", "hub_revision",
+    # How it reads documents, which are the same for any number of workers.
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+    # What its device can do; kernels are compared where ranks share micro-batches.
+    "attention_kernel", "peak_flops_per_second",
+    "activation_checkpointing", "activation_checkpointing_kwargs",  # other names of gradient_checkpointing...
+}  # fmt: skip
 
 
-def verify_plan_settings(args: WLBTrainingArguments, mesh: ParallelMesh) -> None:
-    """Compares what steps are planned by, before anything is planned. All processes must call it together.
+def verify_arguments(args: WLBTrainingArguments, mesh: ParallelMesh) -> None:
+    """Compares all arguments that ranks must share, before anything is planned. All processes must call it together.
+
+    Fields that a subclass of the arguments adds are its own business.
 
     Raises:
         RuntimeError: On every rank, if their arguments differ.
     """
     order = args.seed if args.data_seed is None else args.data_seed
     given = {name: getattr(args, name) for name in _PLANNED_BY}
-    verify_settings({**given, "the seed of the documents' order (data_seed, or seed)": order}, place=mesh.place)
+    given["the seed of the documents' order (data_seed, or seed)"] = order
+    known = {entry.name for entry in fields(WLBTrainingArguments)} - _MAY_DIFFER
+    found: dict[str, object] = args.to_dict()  # type: ignore[no-untyped-call]
+    others = {name: value for name, value in found.items() if name in known and name not in given}
+    verify_settings({**given, **others}, place=mesh.place)
 
 
 class SplitModel(StagedModel):

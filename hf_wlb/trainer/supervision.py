@@ -1,4 +1,4 @@
-"""The part of ``WLBTrainer`` that watches over training: its speed, losses that are not finite, ranks that fail."""
+"""The part of ``WLBTrainer`` that watches over training: its speed, losses that are not finite, ranks that part."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_wlb.accounting import LogWindow
 from hf_wlb.parallel import ParallelMesh
 from hf_wlb.parallel.failures import reporting_failures
+from hf_wlb.trainer.decisions import AgreedDecisions
 from hf_wlb.trainer.faults import NonFiniteSteps
 from hf_wlb.trainer.throughput import Throughput, flops_of, peak_of
 
 
-class SupervisedTraining(Trainer):
+class SupervisedTraining(AgreedDecisions):
     """``Trainer`` that measures its steps, stops at non-finite ones or leaves them out, and fails on all ranks alike.
 
     Attributes:
@@ -36,6 +36,7 @@ class SupervisedTraining(Trainer):
 
     def _supervise(self, action: str, most_in_a_row: int, peak_flops_per_second: float | None) -> None:
         """To be called in the constructor, as soon as Trainer's own is through and before the model is split."""
+        self._compare_decisions()
         device = self.args.device
         self.throughput = Throughput(flops_of(self.model), peak_of(device, peak_flops_per_second), device)
         self.add_callback(NonFiniteSteps(action, most_in_a_row))

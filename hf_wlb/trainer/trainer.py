@@ -31,13 +31,14 @@ from hf_wlb.parallel import ParallelMesh, WLBParallelismConfig, failing_together
 from hf_wlb.sharding import Sharder
 from hf_wlb.trainer.attention import TrainerAttention
 from hf_wlb.trainer.checkpoints import SplitCheckpoints
+from hf_wlb.trainer.costs import saved_costs
 from hf_wlb.trainer.epochs import PlannedData, PlannedEpochs
 from hf_wlb.trainer.evaluation import PlannedEvaluation
 from hf_wlb.trainer.given import check_given
 from hf_wlb.trainer.inputs import PlannedInputs
 from hf_wlb.trainer.pipeline import PipelineTraining
 from hf_wlb.trainer.shard_window import ShardWindow
-from hf_wlb.trainer.splitting import agreed_sizes, verify_plan_settings
+from hf_wlb.trainer.splitting import agreed_sizes, verify_arguments
 from hf_wlb.trainer.stages import ModelSource, open_model
 from hf_wlb.trainer.supervision import SupervisedTraining
 from hf_wlb.trainer.swap import planned_arguments, planned_collator, without_mixed_precision
@@ -121,7 +122,7 @@ class WLBTrainer(
         data_collator = planned_collator(data_collator)
         self._parallelism = WLBParallelismConfig(sizes=agreed_sizes(checked))
         self.mesh = ParallelMesh.from_config(self._parallelism, device_type)
-        verify_plan_settings(checked, self.mesh)
+        verify_arguments(checked, self.mesh)
         with failing_together(place=self.mesh.place):
             if isinstance(model, str | os.PathLike | PreTrainedConfig):
                 self._take_opened(opened := open_model(model, checked, self.mesh, model_init_kwargs or {}))
@@ -323,7 +324,7 @@ class WLBTrainer(
         return torch.clamp(torch.as_tensor(number), min=1).to(torch.int64)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with document_attention_enabled(self._causal_lm):
+        with document_attention_enabled(self._causal_lm), self._weighing_as_in(kwargs.get("resume_from_checkpoint")):
             return super()._inner_training_loop(*args, **kwargs)
 
     # ---- logs and checkpoints ----
@@ -342,7 +343,8 @@ class WLBTrainer(
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save and self._train_data is not None:
-            save_planner_state(output_dir, self.state.global_step, self._train_data.state_dict())
+            costs = saved_costs(cast(WLBTrainingArguments, self.args), self.workload)
+            save_planner_state(output_dir, self.state.global_step, self._train_data.state_dict(), costs=costs)
 
 
 def check_versions() -> None:

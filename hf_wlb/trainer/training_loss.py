@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -10,9 +11,11 @@ from typing import Any, cast
 from transformers import PreTrainedModel, Trainer
 
 from hf_wlb.compilation import function_compiler
-from hf_wlb.loss import HeadLoss, check_head_loss, choose_fused_loss, plain_head
+from hf_wlb.loss import HeadLoss, check_head_loss, choose_fused_loss, plain_head, unusual_head
 from hf_wlb.parallel import ParallelMesh, ParameterLayout, VocabularyGroup
 from hf_wlb.training_args import WLBTrainingArguments
+
+logger = logging.getLogger(__name__)
 
 
 def causal_lm_of(model: Any) -> PreTrainedModel:
@@ -52,13 +55,24 @@ class TrainingLoss(Trainer):
                 f"compute_loss_func gets logits, but fused_loss={args.fused_loss!r} computes the loss without them. "
                 "Leave one of them away."
             )
-        if args.fused_loss != "off" and self.compute_loss_func is None:
+        if self.compute_loss_func is not None or args.fused_loss == "off":
+            return
+        if _chosen_loss(args, model) != "off":
             check_head_loss(model)
+        elif self.is_world_process_zero():
+            vocabulary, tokens = model.config.get_text_config().vocab_size, args.packing_config(1).capacity
+            logger.warning(
+                "The head of %s is a %s and no plain linear layer (an adapter on it, or a copy of it that is trained): "
+                "the loss is computed from whole logits, as with fused_loss='off'. Those of a micro-batch of %s tokens "
+                "take up to %.1f GiB on a device, in float32, and their gradient as much.",
+                *(type(model).__name__, unusual_head(model), f"{tokens:,}"),
+                4 * vocabulary * tokens / self.mesh.cp_size / 2**30,
+            )
 
     def _set_up_loss(self, model: PreTrainedModel) -> None:
         """Once each process has its part of the model."""
         args = cast(WLBTrainingArguments, self.args)
-        if args.fused_loss == "off" or self.compute_loss_func is not None or not self.mesh.is_last_stage:
+        if self.compute_loss_func is not None or not self.mesh.is_last_stage or _chosen_loss(args, model) == "off":
             return
         head = plain_head(model)
         name = next(name for name, parameter in model.named_parameters() if parameter is head.weight)
@@ -101,3 +115,8 @@ class TrainingLoss(Trainer):
             yield
         finally:
             self._logits_needed = before
+
+
+def _chosen_loss(args: WLBTrainingArguments, model: PreTrainedModel) -> str:
+    """``fused_loss``; for ``auto`` what can be done with this head, whose loss may need whole logits."""
+    return "off" if args.fused_loss == "auto" and unusual_head(model) is not None else args.fused_loss

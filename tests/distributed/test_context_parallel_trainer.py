@@ -399,8 +399,8 @@ def test_what_is_refused_is_refused_on_every_rank(ranks: str, request: Any) -> N
     expected = {
         "does not divide": f"ValueError: cp_size=3 does not divide the {processes} processes; set it to {able}",
         "sizes differ": "RuntimeError: The ranks do not agree on cp_size (rank",
-        "strategies differ": "RuntimeError: The ranks do not agree on the plan of step 0",
-        "skews differ": "RuntimeError: The ranks do not agree on the plan of step 0",
+        "strategies differ": "RuntimeError: The ranks do not agree on cp_strategy (rank",
+        "skews differ": "RuntimeError: The ranks do not agree on cp_max_token_skew (rank",
         "groups differ": "RuntimeError: The ranks do not agree on kv_head_groups (rank",
         "loss": "ValueError: compute_loss_func is not supported with cp_size=2",
         "inputs": "ValueError: include_for_metrics=['inputs'] is not supported with cp_size=2",

@@ -26,6 +26,29 @@ def told(action: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+#: Of 8 arguments no more than 6 are named.
+MANY: dict[str, Any] = {
+    "learning_rate": 0.2,
+    "lr_scheduler_type": "linear",
+    "optim": "adamw_torch",
+    "weight_decay": 0.1,
+    "max_grad_norm": 2.0,
+    "logging_steps": 2,
+    "save_strategy": "epoch",
+    "max_steps": 3,
+}
+#: What ranks need not share.
+OWN: dict[str, Any] = {
+    "dataloader_num_workers": 1,
+    "disable_tqdm": False,
+    "report_to": [],
+    "run_name": "rank 1",
+    "log_level": "error",
+    "attention_kernel": "reference",
+    "hub_token": "its own",
+}
+
+
 def trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
     """What making a trainer comes to, where rank 1 differs."""
     other = rank == 1
@@ -36,6 +59,10 @@ def trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
     cases: dict[str, dict[str, Any]] = {
         "checkpointing": {"gradient_checkpointing": other, "regather_key_values": True},
         "bf16": {"bf16": other},
+        "type": {"model": tiny_llama().to(torch.bfloat16 if other else torch.float32)},
+        "learning rate": {"cp_size": 1, "learning_rate": 1e-2 if other else 1e-3},
+        "many": {"cp_size": 1, **(MANY if other else {})},
+        "a machine's own": {"cp_size": 1, **(OWN if other else {})},
         "evaluation in bf16": {"bf16_full_eval": other},
         "smoothing": {"label_smoothing_factor": 0.1 * other},
         "deterministic": {"full_determinism": other},
@@ -67,7 +94,10 @@ def another_llama(**changes: Any) -> Any:
 
 DIFFERING = {
     "checkpointing": "gradient_checkpointing (rank 0 has False; rank 1 has True). They",
-    "bf16": "the type to train in, by bf16, fp16 and the model (rank 0 has float32; rank 1 has bfloat16). They",
+    "bf16": "bf16 (rank 0 has False; rank 1 has True). They",
+    "type": "the type to train in, by bf16, fp16 and the model (rank 0 has float32; rank 1 has bfloat16). They",
+    "learning rate": "learning_rate (rank 0 has 0.001; rank 1 has 0.01). They",
+    "many": "max_steps (rank 0 has -1; rank 1 has 3), learning_rate (rank 0 has 0.1; rank 1 has 0.2), lr_scheduler_typ",
     "evaluation in bf16": "bf16_full_eval (rank 0 has False; rank 1 has True). They",
     "smoothing": "label_smoothing_factor (rank 0 has 0.0; rank 1 has 0.1). They",
     "metrics": "whether to predict, by compute_metrics and prediction_loss_only (rank 0 has False; rank 1 has True). T",
@@ -87,7 +117,8 @@ FAILING = {
 def test_trainers_that_differ_or_fail(tmp_path: Path) -> None:
     ranks = run_distributed(trainers, 2, str(tmp_path), timeout_s=400)
     for rank, found in enumerate(ranks):
-        assert found.pop("none") == "nothing"
+        assert found.pop("none") == found.pop("a machine's own") == "nothing"
+        assert " and 2 more. They train one model together: give all of them the same arguments" in found["many"]
         assert found.keys() == DIFFERING.keys() | FAILING.keys()
         for name, sentence in DIFFERING.items():
             assert found[name].startswith(f"RuntimeError: The ranks do not agree on {sentence}"), found[name]

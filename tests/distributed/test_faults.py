@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.faulty_training import CASES, SLOWNESS_S, STEP, STEPS, WITH_AGENT, fault_time
+from tests.support.faulty_training import (
+    CASES,
+    DECIDED,
+    RANKS,
+    SLOWNESS_S,
+    STEP,
+    STEPS,
+    WITH_AGENT,
+    fault_time,
+)
 from tests.support.source_tree import REPOSITORY
 
 _ENDS_WITHIN_S = 60.0
@@ -131,6 +140,35 @@ def test_what_all_ranks_notice_they_all_say(case: str, launches: dict[str, Any])
         assert re.search(SAID[case][0], output)
         assert f"This is rank {rank} in step " in output
         assert "Rank 1 failed" not in output
+
+
+#: What rank 1 alone decides to do next, and what rank 0 does, by what was decided and where; else see the test.
+MEETS = {
+    "stops after a step, no logs": ("the plan of step 3 (compared by its digest)", "the end of training after step 3"),
+    "stops after a log": ("the plan of step 3 (compared by its digest)", "the end of training after step 3"),
+    "stops after an epoch": ("the end of the epoch after step 4", "the end of training after step 4"),
+    "saves": ("a log after step 3", "a log and a checkpoint after step 3"),
+    "saves after a log": ("the plan of step 3 (compared by its digest)", "a checkpoint after step 3"),
+    "evaluates": ("a log after step 3", "a log and an evaluation after step 3"),
+    "logs": ("the plan of step 3 (compared by its digest)", "a log after step 3"),
+    "stops in a step": ("a log after step 4", "a log and the end of training after step 4"),
+}
+
+
+@pytest.mark.parametrize("case", DECIDED)
+def test_what_one_rank_alone_decides_is_told_by_all(case: str, launches: dict[str, Any], folder: Path) -> None:
+    assert launches[case]["codes"] == [0] * RANKS, launches[case]["outputs"]
+    runs = [result_of(case, folder, rank) for rank in range(RANKS)]
+    assert runs[0] == runs[1] and len(runs[0]) == len(DECIDED[case][0]) * len(DECIDED[case][1])
+    for name, (steps, said) in runs[0].items():
+        split, decision = name.split(": ")
+        assert said.startswith("The ranks do not agree on what comes next: rank 0"), (name, said)
+        assert "A callback that stops, saves or evaluates must do so on every rank." in said
+        assert STEP - 1 <= steps <= STEP + 1, name  # those of an epoch's beginning or end come a step later
+        first, second = MEETS.get(decision, ("", "the end of "))
+        stages = [f" (stage {rank})" if split == "pp" else "" for rank in range(RANKS)]
+        assert f"rank 0{stages[0]} has {first}" in said and f"; rank 1{stages[1]} has " in said, (name, said)
+        assert second in said.split("; rank 1")[1], (name, said)
 
 
 def test_resuming_gives_the_uninterrupted_losses(launches: dict[str, Any], folder: Path) -> None:

@@ -13,7 +13,7 @@ from tests.support.documents import WORKLOAD
 from tests.support.training import rows_of, trainer_of
 
 CONFIG = PackingConfig(context_length=40, micro_batches_per_replica=1)
-MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
+MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 
 
 def rows(**columns: Any) -> list[dict[str, Any]]:

@@ -35,9 +35,9 @@ def test_there_is_an_example_of_every_way_in() -> None:
     text = "\n".join(EXAMPLES)
     for name in ("WLBTrainer(", "SFTTrainer(", "Accelerator()", "WLBDataLoader(", "pack_dataset(", "WLBDataCollator()"):
         assert name in text
-    for name in ("StreamingPackedDataset(", "chats.documents", "document_lengths("):
+    for name in ("StreamingPackedDataset(", "chats.documents", "document_lengths(", "plain_attention("):
         assert name in text
-    assert len(EXAMPLES) == 9
+    assert len(EXAMPLES) == 10
 
 
 def test_the_setup_gives_tokenised_documents(shared: dict[str, Any]) -> None:

@@ -25,6 +25,22 @@ class EndsEpochs(TrainerCallback):
         control.should_epoch_stop = state.global_step == 3
 
 
+class Stops(TrainerCallback):
+    """In the middle of the third step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+def test_a_stop_in_a_step_leaves_no_document_out(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**FIXED, "gradient_accumulation_steps": 3, "max_steps": 6, "save_strategy": "epoch"}
+    _, whole = train(tmp_path / "whole", ROWS, **options)
+    trainer, begun = train(tmp_path / "stopped", ROWS, callbacks=[Stops()], **options)
+    assert trainer.state.global_step == len(begun.plans) == 3
+    _, rest = train(tmp_path / "on", ROWS, resume_from_checkpoint=tmp_path / "stopped" / "checkpoint-3", **options)
+    assert begun.losses + rest.losses == whole.losses and len(whole.losses) == 6
+
+
 @pytest.mark.parametrize(("before", "after"), [(10, 20), (20, 10), (40, 50)])
 def test_a_stream_goes_on_with_another_number_of_steps(before: int, after: int, tmp_path: Path) -> None:
     """Also in its second pass, which begins with step 31."""

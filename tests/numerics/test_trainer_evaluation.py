@@ -90,6 +90,66 @@ def test_compute_metrics_gets_masked_labels(tmp_path: Path) -> None:
     assert result["eval_loss"] == pytest.approx(exact(FIRST), rel=EVALUATION)
 
 
+class Accuracy:
+    """``compute_metrics`` for ``batch_eval_metrics``: counts, until Trainer says that the last micro-batch came."""
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []  # how many calls every evaluation took
+        self._sums = [0, 0, 0]
+
+    def __call__(self, prediction: Any, compute_result: bool) -> dict[str, float]:
+        right, valid = right_and_valid(prediction)
+        calls, rights, valids = self._sums = [a + b for a, b in zip(self._sums, (1, right, valid), strict=True)]
+        if not compute_result:
+            return {}
+        self.closed.append(calls)
+        self._sums = [0, 0, 0]
+        return {"accuracy": rights / valids, "valid": valids}
+
+
+def right_and_valid(prediction: Any) -> tuple[int, int]:
+    """Of next tokens only whether they are even: a random model is right about half of the time."""
+    labels = np.asarray(prediction.label_ids)[:, 1:]
+    right = np.asarray(prediction.predictions).argmax(-1)[:, :-1] % 2 == labels % 2
+    return int((right & (labels != -100)).sum()), int((labels != -100).sum())
+
+
+def whole_accuracy(prediction: Any) -> dict[str, float]:
+    """The same metric from all micro-batches together."""
+    right, valid = right_and_valid(prediction)
+    return {"accuracy": right / valid, "valid": valid}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_metrics_batch_by_batch_are_those_of_all(workers: int, tmp_path: Path) -> None:
+    sets = {"long": rows_of(FIRST, 1), "short": rows_of(SECOND, 1)}
+    options: dict[str, Any] = {"eval_dataset": sets, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    batches = Accuracy()
+    trainer, found = train(
+        tmp_path, compute_metrics=batches, batch_eval_metrics=True, dataloader_num_workers=workers, **options
+    )
+    _, whole = train(tmp_path, compute_metrics=whole_accuracy, **options)
+    assert found.losses == whole.losses and found.plans == whole.plans
+    names = [f"eval_{name}_{what}" for name in sets for what in ("accuracy", "valid", "loss")]
+    pairs = [[(name, log[name]) for log in logs for name in names if name in log] for logs in (found.logs, whole.logs)]
+    assert pairs[0] == pairs[1] and len(pairs[0]) == 2 * len(names)
+    assert batches.closed == [6, 1, 6, 1]
+    state = trainer.accelerator.gradient_state
+    assert not state.in_dataloader and not state.end_of_dataloader
+    assert trainer.predict(rows_of(SECOND, 1)).metrics["test_valid"] == 11
+
+
+def test_an_evaluation_that_fails_leaves_accelerate_without_a_loader(tmp_path: Path) -> None:
+    def metrics(prediction: Any, compute_result: bool) -> dict[str, float]:
+        assert trainer.accelerator.gradient_state.in_dataloader
+        raise RuntimeError("stop")
+
+    trainer, _ = trainer_of(tmp_path, eval_dataset=rows_of(FIRST, 1), compute_metrics=metrics, batch_eval_metrics=True)
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer.evaluate()
+    assert not trainer.accelerator.gradient_state.in_dataloader
+
+
 def test_predict(tmp_path: Path) -> None:
     trainer, _ = trainer_of(tmp_path)
     output = trainer.predict(rows_of(SECOND, 1))

@@ -54,3 +54,12 @@ def test_a_run_that_has_nothing_to_balance_says_so(
     said = [message for message in caplog.messages if "There is nothing to balance" in message]
     assert len(said) == (named is not None)
     assert all(f"between micro-batches {named}: " in message for message in said)
+
+
+def test_embeddings_resized_after_the_trainer_was_made_are_refused_with_advice(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path)
+    trainer.model.resize_token_embeddings(136)
+    advice = "resize_token_embeddings does. Resize before the trainer is made: make a new WLBTrainer of this model"
+    with pytest.raises(RuntimeError, match=advice):
+        trainer.train()
+    trainer_of(tmp_path, model=trainer.model, max_steps=1)[0].train()  # as it says

@@ -148,7 +148,7 @@ def test_only_names_of_settings_are_changed() -> None:
 def test_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its own set-up, which wants its library, is left out.
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
-    with pytest.raises(ValueError, match="deepspeed is not supported by WLBTrainer; to share out parameters set fsdp"):
+    with pytest.raises(ValueError, match="deepspeed is not supported by WLBTrainer: to share out parameters set fsdp"):
         arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 1}})
 
 
@@ -304,6 +304,12 @@ def test_a_parallelism_of_accelerate_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"parallelism_config is not supported .*Set dp_replicate_size"):
         arguments(tmp_path, parallelism_config=ParallelismConfig())
+
+
+def test_noise_that_depends_on_the_packing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha is not supported .*Leave it unset"):
+        arguments(tmp_path, neftune_noise_alpha=5.0)
+    arguments(tmp_path, neftune_noise_alpha=None)
 
 
 def test_the_workload_comes_from_where_it_is_said(tmp_path: Path) -> None:

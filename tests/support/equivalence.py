@@ -15,7 +15,7 @@ from tests.support.oracle import relative_error
 from tests.support.tolerances import SPLITS, SPLITS_MEAN
 from tests.support.training import Recorder, trainer_of
 
-STEPS = 10
+STEPS = 6
 MICRO_BATCHES = 4  # of a step, all replicas together
 RUN: dict[str, Any] = {
     "packer": "next-fit",

@@ -50,6 +50,29 @@ CASES: dict[str, dict[str, Any]] = {
     "terminated": {},
     "nan stops": {"on_nonfinite_loss": "stop"},
     "nan skipped": {"on_nonfinite_loss": "skip", **_SAVES},
+    "decides": {},
+    "decides, split": {},
+}
+
+#: Where in step ``STEP`` a callback of rank 1 alone sets which attribute of the control, and what else the run has.
+DECISIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "stops as a step begins": ("on_step_begin", "should_training_stop", {}),
+    "stops in a step": ("on_substep_end", "should_training_stop", {}),
+    "stops before the optimizer": ("on_pre_optimizer_step", "should_training_stop", {}),
+    "stops after a step": ("on_step_end", "should_training_stop", {}),
+    "stops after a step, no logs": ("on_step_end", "should_training_stop", {"logging_strategy": "no"}),
+    "stops after a log": ("on_log", "should_training_stop", {}),
+    "stops after an evaluation": ("on_evaluate", "should_training_stop", {"eval_strategy": "steps", "eval_steps": 1}),
+    "stops after a checkpoint": ("on_save", "should_training_stop", _SAVES),
+    "stops as an epoch begins": ("on_epoch_begin", "should_training_stop", {}),
+    "stops after an epoch": ("on_epoch_end", "should_training_stop", {}),
+    "ends the epoch as it begins": ("on_epoch_begin", "should_epoch_stop", {}),
+    "ends the epoch in a step": ("on_substep_end", "should_epoch_stop", {"logging_strategy": "no"}),
+    "ends the epoch": ("on_step_end", "should_epoch_stop", {}),
+    "saves": ("on_step_end", "should_save", {}),
+    "saves after a log": ("on_log", "should_save", {}),
+    "evaluates": ("on_step_end", "should_evaluate", {}),
+    "logs": ("on_step_end", "should_log", {"logging_strategy": "no"}),
 }
 
 #: Those in which rank 1 does something to itself.
@@ -93,6 +116,49 @@ class UnknownToken(WLBDataCollator):
         if self.made == 2 * STEP - 1:
             micro_batch["input_ids"][0, -1] = self.token
         return micro_batch
+
+
+class Decides(TrainerCallback):
+    """Sets an attribute of the control on rank 1 in the faulty step, or at its epoch's beginning or end."""
+
+    def __init__(self, event: str, attribute: str) -> None:
+        self.attribute = attribute
+        setattr(self, event, self._decide)
+
+    def _decide(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == FAULTY_RANK and state.global_step >= STEP - 1:
+            setattr(control, self.attribute, True)
+
+
+SPLITS: dict[str, dict[str, Any]] = {"cp": {"cp_size": 2}, "pp": {"pp_size": 2}, "fsdp": {"dp_shard_size": 2}}
+#: By case, splits and decisions that are tried.
+DECIDED: dict[str, tuple[dict[str, dict[str, Any]], Collection[str]]] = {
+    "decides": ({"dp": {}}, DECISIONS),
+    "decides, split": (SPLITS, ("stops as a step begins", "stops in a step", "saves")),
+}
+
+
+def decide(case: str, folder: Path) -> None:
+    """One run after the other in which rank 1 alone decides something; writes what that came to, and the steps."""
+    from tests.support.training import rows_of, trainer_of
+
+    torch.set_num_threads(1)
+    rows = rows_of((5, 9, 14, 3, 7, 20, 2, 11, 6, 4, 25, 8, 13) * 2)
+    splits, decisions = DECIDED[case]
+    found = {}
+    for split, sizes in splits.items():
+        for decision in decisions:
+            event, attribute, options = DECISIONS[decision]
+            given = {"num_train_epochs": 3, "eval_dataset": rows[:3], **options, **sizes}
+            callbacks = [Decides(event, attribute)]
+            trainer, recorder = trainer_of(folder / "output_decides", rows, callbacks=callbacks, **given)
+            try:
+                trainer.train()
+                said = "no error"
+            except RuntimeError as error:
+                said = str(error)
+            found[f"{split}: {decision}"] = [len(recorder.plans), said]
+    (folder / f"{case}_{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 def train(case: str, folder: Path) -> None:
@@ -161,6 +227,8 @@ def run(case: str, folder: Path) -> None:
     """Run one case as one rank."""
     if case in ("left alone", "terminated"):
         leave_alone(case)
+    elif case in DECIDED:
+        decide(case, folder)
     else:
         train(case, folder)
 

@@ -26,7 +26,7 @@ RESUME = 0.0
 CHECKPOINTING = 1e-6
 #: Loss and every gradient of compiled decoder layers against the same layers uncompiled, float32.
 COMPILED = 1e-5
-#: Training under a split against one process over ten steps, float64 weights and float32 inside: the worst of the loss,
+#: Training under a split against one process over six steps, float64 weights and float32 inside: the worst of the loss,
 #: the gradient norm, every gradient and every parameter's update, and their mean.
 SPLITS = 1e-5
 SPLITS_MEAN = 1e-6

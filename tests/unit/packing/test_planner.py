@@ -216,7 +216,7 @@ def saved_state() -> dict:
             WORKLOAD,
             "other packing settings.*micro_batches_per_replica: 2 -> 1; dp_size: 1 -> 2.*same settings, or start anew",
         ),
-        (ArraySource(LENGTHS), CONFIG, AnalyticWorkload.from_crossover(17), "another workload model.*resume with that"),
+        (ArraySource(LENGTHS), CONFIG, AnalyticWorkload.from_crossover(17), "another workload model.*Resume with that"),
     ],
 )
 def test_a_state_of_something_else_is_refused(source, config, workload, message):

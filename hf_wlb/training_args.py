@@ -55,10 +55,10 @@ _FSDP_DEFAULTS: dict[str, tuple[Any, ...]] = {
 #: Options of Trainer that would train something else than they say, and what to do.
 _UNSUPPORTED = {
     "deepspeed": "to share out parameters set fsdp=True.",
-    "neftune_noise_alpha": "its noise shrinks with the tokens of a micro-batch, so a document would get less of it "
-    "the more others it is packed with. Leave it unset.",
-    "parallelism_config": "Accelerate would shard micro-batches once more and lose which document is which. Set "
-    "dp_replicate_size, dp_shard_size, pp_size, cp_size and tp_size instead.",
+    "enable_jit_checkpoint": "each process would save by a clock of its own, in the middle of a step. Use save_steps.",
+    "neftune_noise_alpha": "a document's noise would shrink with those it is packed with. Leave it unset.",
+    "parallelism_config": "Accelerate would shard micro-batches once more and lose which document is which. "
+    "Set dp_replicate_size, dp_shard_size, pp_size, cp_size and tp_size instead.",
 }
 
 

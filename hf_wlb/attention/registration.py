@@ -191,6 +191,7 @@ def document_attention_enabled(model: PreTrainedModel, implementation: str = MAS
     register()
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
+    another = implementation not in _document_attention
     _document_attention.add(implementation)
     hook = partial(_before_forward, name=type(model).__name__, implementation=implementation)
     # The decoder too: what calls the model's forward without its hooks, as some versions of PEFT, gets to it.
@@ -207,7 +208,9 @@ def document_attention_enabled(model: PreTrainedModel, implementation: str = MAS
         model.set_attn_implementation(before)
         if outermost:
             for module in modules:
-                del _own[module]
+                _own.pop(module, None)
+        if another:
+            _document_attention.discard(implementation)
 
 
 @contextlib.contextmanager

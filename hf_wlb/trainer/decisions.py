@@ -59,12 +59,10 @@ class AgreedDecisions(Trainer):
 
     mesh: ParallelMesh
 
-    def _compare_decisions(self) -> None:
+    def _stop_at_whole_steps(self) -> None:
         """To be called in the constructor, as soon as Trainer's own is through."""
-        given = self.callback_handler
-        self.callback_handler = WholeSteps(
-            given.callbacks, given.model, given.processing_class, given.optimizer, given.lr_scheduler
-        )  # type: ignore[no-untyped-call]
+        # The same handler, which others may hold already; a new one would warn of every callback once more.
+        self.callback_handler.__class__ = WholeSteps
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._logs_now():
@@ -99,6 +97,7 @@ class AgreedDecisions(Trainer):
 
     def _compare(self, *acts: str) -> None:
         # Below -1, which is the end of the data: a plan's digest is not negative.
-        value = -2 - sum(1 << _ACTS.index(name) for name in acts)
-        what = f"{' and '.join(acts)} after step {self.state.global_step}"
+        step, decided = self.state.global_step, sum(1 << _ACTS.index(name) for name in acts)
+        value = -2 - (step << len(_ACTS)) - decided
+        what = f"{' and '.join(acts)} after step {step}"
         verify_agreement(value, what, place=self.mesh.place)

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from hf_wlb.data import StreamingPackedDataset, WLBDataLoader
 from hf_wlb.parallel import verify_agreement
 from hf_wlb.trainer.checkpoints import SplitCheckpoints
-from hf_wlb.trainer.costs import costs_to_go_on_with
+from hf_wlb.trainer.costs import costs_by, costs_to_go_on_with
 from hf_wlb.training_args import WLBTrainingArguments
 from hf_wlb.workload import WorkloadModel
 
@@ -28,13 +28,16 @@ class PlannedEpochs(SplitCheckpoints):
     _train_data: PlannedData | None
     _rng_checkpoint: str | None
     workload: WorkloadModel
+    _costs_by: dict[str, Any]
 
     @contextlib.contextmanager
     def _weighing_as_in(self, resume: str | None) -> Iterator[None]:
         """Inside, documents are weighed as in the run that a checkpoint is of: the steps that it planned go on."""
         own, args = self.workload, cast(WLBTrainingArguments, self.args)
+        self._costs_by = costs_by(args)
         if resume is not None and not args.ignore_data_skip:
-            self.workload = costs_to_go_on_with(resume, args, own, warns=self.is_world_process_zero())
+            warns = self.is_world_process_zero()
+            self.workload, self._costs_by = costs_to_go_on_with(resume, args, own, warns=warns)
         try:
             yield
         finally:

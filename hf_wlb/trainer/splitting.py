@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -108,8 +109,22 @@ def verify_arguments(args: WLBTrainingArguments, mesh: ParallelMesh) -> None:
     given["the seed of the documents' order (data_seed, or seed)"] = order
     known = {entry.name for entry in fields(WLBTrainingArguments)} - _MAY_DIFFER
     found: dict[str, object] = args.to_dict()  # type: ignore[no-untyped-call]
-    others = {name: value for name, value in found.items() if name in known and name not in given}
+    others = {name: _told(value) for name, value in found.items() if name in known and name not in given}
     verify_settings({**given, **others}, place=mesh.place)
+
+
+def _told(value: Any) -> Any:
+    """An argument's value without what only one process knows it by: functions by name, other objects by type."""
+    if isinstance(value, Mapping):
+        return {name: _told(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_told(own) for own in value]
+    if isinstance(value, functools.partial):
+        return [_told(value.func), _told(value.args), _told(value.keywords)]
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return value
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 class SplitModel(StagedModel):

@@ -36,7 +36,7 @@ class SupervisedTraining(AgreedDecisions):
 
     def _supervise(self, action: str, most_in_a_row: int, peak_flops_per_second: float | None) -> None:
         """To be called in the constructor, as soon as Trainer's own is through and before the model is split."""
-        self._compare_decisions()
+        self._stop_at_whole_steps()
         device = self.args.device
         self.throughput = Throughput(flops_of(self.model), peak_of(device, peak_flops_per_second), device)
         self.add_callback(NonFiniteSteps(action, most_in_a_row))

@@ -343,7 +343,7 @@ class WLBTrainer(
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save and self._train_data is not None:
-            costs = saved_costs(cast(WLBTrainingArguments, self.args), self.workload)
+            costs = saved_costs(self.workload, self._costs_by)
             save_planner_state(output_dir, self.state.global_step, self._train_data.state_dict(), costs=costs)
 
 
@@ -355,7 +355,10 @@ def check_versions() -> None:
     """
     import transformers
 
-    expected = ("_run_epoch", "_init_training_state", "set_initial_training_values", "_get_num_items_in_batch")
+    expected = (
+        *("_run_epoch", "_init_training_state", "set_initial_training_values", "_get_num_items_in_batch"),
+        *("_maybe_log_save_evaluate", "_evaluate", "_save_checkpoint"),
+    )
     missing = [name for name in expected if not hasattr(Trainer, name)]
     if missing:
         raise ImportError(

@@ -62,7 +62,7 @@ class TrainingLoss(Trainer):
         elif self.is_world_process_zero():
             vocabulary, tokens = model.config.get_text_config().vocab_size, args.packing_config(1).capacity
             logger.warning(
-                "The head of %s is a %s and no plain linear layer (an adapter on it, or a copy of it that is trained): "
+                "The head of %s is a %s and no plain linear layer (an adapter, a copy that is trained, or quantized): "
                 "the loss is computed from whole logits, as with fused_loss='off'. Those of a micro-batch of %s tokens "
                 "take up to %.1f GiB on a device, in float32, and their gradient as much.",
                 *(type(model).__name__, unusual_head(model), f"{tokens:,}"),

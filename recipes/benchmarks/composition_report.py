@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from end_to_end_cases import WLB
-from end_to_end_report import Launch
+from end_to_end_report import Launch, other_micro_batches
 from stage_times_compose import PARTS, compose
 
 from hf_wlb.sharding.types import FloatArray
@@ -193,6 +193,7 @@ def _sharding(cp_size: int, strategy: str) -> tuple[int, str] | None:
 def _pairs_of(launch: MeasuredLaunch, known: Mapping[tuple[Any, ...], _Sample]) -> Iterator[Pair]:
     sizes = [launch.config.num_hidden_layers] if launch.layout is None else launch.layout.sizes
     where = f"{launch.split.label}, {launch.context_length // 1024}K, {launch.kernel}, {', '.join(map(str, sizes))}"
+    where += other_micro_batches(launch)
     kind = (launch.model, launch.kernel, launch.device, launch.gradient_checkpointing, launch.compiled)
     for variant in launch.variants:
         sharding = _sharding(launch.split.cp_size, variant.system.sharding)

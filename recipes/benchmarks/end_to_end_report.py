@@ -11,7 +11,7 @@ from end_to_end_cases import BASELINE, CUT, FIXED, NOT_PLACED, VARIANTS, WLB, K
 from numpy.typing import NDArray
 from readme_table import between_marks
 
-from hf_wlb.simulator.measured import FEWEST_STEPS, interval_of, read_rounds, without_each
+from hf_wlb.simulator.measured import FEWEST_STEPS, MeasuredLaunch, interval_of, read_rounds, without_each
 from hf_wlb.simulator.paper import FIGURE_13, FIGURE_14
 from hf_wlb.staging.simulation import slot
 
@@ -95,6 +95,12 @@ class Launch:
 def on_each_replica(about: Mapping[str, Any]) -> str:
     """What a sentence on a launch's micro-batches goes on with, if it has several replicas."""
     return f" on each of {about['replicas']} replicas" if about["replicas"] > 1 else ""
+
+
+def other_micro_batches(launch: MeasuredLaunch) -> str:
+    """What stands behind a launch's label, if its steps have another number of them than usual."""
+    (count,) = {len(own) for variant in launch.variants for step in variant.steps for own in step.plan.replicas}
+    return "" if count == USUAL_MICRO_BATCHES else f", {count} micro-batches"
 
 
 def _on_stages(about: Mapping[str, Any]) -> str:

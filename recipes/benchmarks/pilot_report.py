@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from end_to_end_report import Launch
+from end_to_end_report import Launch, other_micro_batches
 
 from hf_wlb.analysis.simulation import committed_profile
 from hf_wlb.simulator.measured import MeasuredLaunch, read_measured
@@ -106,7 +106,7 @@ def _rows(checks: Sequence[tuple[MeasuredLaunch, LaunchCheck]]) -> list[str]:
     for launch, check in checks:
         layers = [launch.config.num_hidden_layers] if launch.layout is None else launch.layout.sizes
         where = f"{launch.split.label}, {launch.context_length // 1024}K, {launch.kernel}"
-        where += f", {' + '.join(map(str, layers))} layers"
+        where += f", {' + '.join(map(str, layers))} layers{other_micro_batches(launch)}"
         for variant, measured in zip(check.variants, launch.variants, strict=True):
             spans = "" if variant.composed is None else f"{variant.composed / variant.measured - 1:+.1%}"
             lines.append(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,6 +73,8 @@ def renewed(text: str, lengths: Path) -> str:
             kept = {name: {"plan_seconds": own["plan_seconds"]} for name, own in before.items()}  # as it was measured
             row |= {"predicted_by": source, "streams": {name: {**now[name], **kept[name]} for name in row["streams"]}}
             print(f"{row['launch']}: by {source}", flush=True)
+        elif row["launch"] not in found:
+            raise ValueError(f"A step of launch {row['launch']} comes before the launch itself: the file is damaged.")
         elif row["round"] >= 0:  # the others are the warm-up
             stream = found[row["launch"]][row["variant"]]
             plan = stream.steps[row["step"]].plan
@@ -95,7 +98,9 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     for file, text in texts.items():
-        file.write_text(text, encoding="utf-8")
+        whole = file.with_suffix(".new")  # so that a write that breaks off takes no measurements along
+        whole.write_text(text, encoding="utf-8")
+        os.replace(whole, file)
     return 0
 
 

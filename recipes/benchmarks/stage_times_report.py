@@ -150,11 +150,13 @@ def checked(launch: Launch) -> tuple[LaunchCheck | None, str]:
         (Steps as they were put together, and predicted; the source); None with the reason why nothing is predicted.
     """
     prices = StepPrices.of(launch.about)
-    return _checked(json.dumps([launch.about, launch.rounds]), prices.source)
+    profile = prices.model.profile
+    fingerprint = None if profile is None else profile.fingerprint
+    return _checked(json.dumps([launch.about, launch.rounds]), prices.source, fingerprint)
 
 
 @lru_cache(maxsize=64)
-def _checked(launch: str, source: str) -> tuple[LaunchCheck | None, str]:
+def _checked(launch: str, source: str, fingerprint: object) -> tuple[LaunchCheck | None, str]:
     """Several tables ask for the same, which takes a second a launch; another source of prices is another question."""
     about, rounds = json.loads(launch)
     measured, prices = MeasuredLaunch.of(about, rounds), StepPrices.of(about)

@@ -55,6 +55,7 @@ class StepPrices:
         launch = MeasuredLaunch.of({**about, "streams": {}}, [])
         workload = launch.workload
         if isinstance(workload, ProfiledWorkload) and workload.compiled != launch.compiled:
+            # Any other cost model: step_model would price by this one.
             launch = replace(launch, workload=AnalyticWorkload.from_config(launch.config, STAND_IN))
         cluster, misfit = None, ""
         try:

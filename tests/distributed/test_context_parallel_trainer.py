@@ -10,6 +10,7 @@ import torch
 
 from hf_wlb import WLBDataCollator, WLBTrainer
 from hf_wlb.sharding import SHARDING_STRATEGIES, Sharder, ShardingConfig
+from hf_wlb.workload import AnalyticWorkload
 from tests.numerics.test_trainer import model_with_losses
 from tests.support.documents import WORKLOAD
 from tests.support.oracle import in_double, loss_and_gradients, mean_loss, relative_error, worst_error
@@ -141,6 +142,11 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
         "sizes differ": {"cp_size": 1 + rank % 2},
         "strategies differ": {"cp_size": 2, "cp_strategy": ("placed", "per_document")[rank % 2]},
         "skews differ": {"cp_size": 2, "cp_max_token_skew": 0.05 + 0.01 * rank},
+        # Steps are the same by next-fit; what differs is who would hold which shard of them.
+        "costs differ": {
+            **{"cp_size": 2, "packer": "next-fit"},
+            "workload": AnalyticWorkload.from_crossover(10.0 * (1 + rank)),
+        },
         "groups differ": {"cp_size": 2, "kv_head_groups": 1 + rank % 2},
         "loss": {"cp_size": 2, "compute_loss_func": lambda *args, **kwargs: None},
         "inputs": {"cp_size": 2, "include_for_metrics": ["inputs"]},
@@ -401,6 +407,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks: str, request: Any) -> N
         "sizes differ": "RuntimeError: The ranks do not agree on cp_size (rank",
         "strategies differ": "RuntimeError: The ranks do not agree on cp_strategy (rank",
         "skews differ": "RuntimeError: The ranks do not agree on cp_max_token_skew (rank",
+        "costs differ": "RuntimeError: The ranks do not agree on ",
         "groups differ": "RuntimeError: The ranks do not agree on kv_head_groups (rank",
         "loss": "ValueError: compute_loss_func is not supported with cp_size=2",
         "inputs": "ValueError: include_for_metrics=['inputs'] is not supported with cp_size=2",

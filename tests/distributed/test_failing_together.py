@@ -63,6 +63,7 @@ def trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
         "learning rate": {"cp_size": 1, "learning_rate": 1e-2 if other else 1e-3},
         "many": {"cp_size": 1, **(MANY if other else {})},
         "a machine's own": {"cp_size": 1, **(OWN if other else {})},
+        "a function": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": function_elsewhere(rank)},
         "evaluation in bf16": {"bf16_full_eval": other},
         "smoothing": {"label_smoothing_factor": 0.1 * other},
         "deterministic": {"full_determinism": other},
@@ -84,6 +85,12 @@ def trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
     found["none"] = told(lambda: trainer_of(folder, cp_size=2))
     verify_agreement(len(found), "how many were tried")  # the ranks still talk to each other
     return found
+
+
+def function_elsewhere(rank: int) -> dict[str, Any]:
+    """The same option everywhere; but what it says of itself has an address in it, another one on every rank."""
+    made = [lambda: None for _ in range(1 + 1000 * rank)]
+    return {"use_reentrant": False, "context_fn": partial(made[-1])}
 
 
 def another_llama(**changes: Any) -> Any:
@@ -117,7 +124,7 @@ FAILING = {
 def test_trainers_that_differ_or_fail(tmp_path: Path) -> None:
     ranks = run_distributed(trainers, 2, str(tmp_path), timeout_s=400)
     for rank, found in enumerate(ranks):
-        assert found.pop("none") == found.pop("a machine's own") == "nothing"
+        assert found.pop("none") == found.pop("a machine's own") == found.pop("a function") == "nothing"
         assert " and 2 more. They train one model together: give all of them the same arguments" in found["many"]
         assert found.keys() == DIFFERING.keys() | FAILING.keys()
         for name, sentence in DIFFERING.items():

@@ -69,11 +69,13 @@ def test_gradient_checkpointing_may_be_switched_on(tmp_path: Path, caplog: Any) 
     assert "(gradient_checkpointing: False -> True)" in caplog.text and "ignore_data_skip=True" in caplog.text
 
 
-def test_a_second_resume_goes_on_with_the_first_costs(whole: Any, tmp_path: Path) -> None:
+def test_a_second_resume_goes_on_with_the_first_costs(whole: Any, tmp_path: Path, caplog: Any) -> None:
     checkpoint, expected = whole
     saving = {"save_strategy": "steps", "save_steps": 2}
     trained(tmp_path / "on", checkpoint, workload_crossover=4000.0, **saving)
-    found = trained(tmp_path / "again", tmp_path / "on" / "checkpoint-6", workload_crossover=4000.0)
+    caplog.clear()
+    found = trained(tmp_path / "again", tmp_path / "on" / "checkpoint-6", workload_crossover=400.0)
+    assert "(workload_crossover: 4.0 -> 400.0)" in caplog.text
     assert found.plans == expected.plans[6:] and found.losses == expected.losses[6:]
 
 

@@ -306,6 +306,11 @@ def test_a_parallelism_of_accelerate_is_refused(tmp_path: Path) -> None:
         arguments(tmp_path, parallelism_config=ParallelismConfig())
 
 
+def test_checkpoints_by_a_processs_own_clock_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"enable_jit_checkpoint is not supported .*Use save_steps"):
+        arguments(tmp_path, enable_jit_checkpoint=True)
+
+
 def test_noise_that_depends_on_the_packing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neftune_noise_alpha is not supported .*Leave it unset"):
         arguments(tmp_path, neftune_noise_alpha=5.0)

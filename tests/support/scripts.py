@@ -5,9 +5,10 @@
 
 Importing torch and Transformers takes each process of a tiny training longer than the training does. So these processes
 are forked from the one that `run_distributed` forks its ranks from, which has imported both. They are a launcher's
-processes in everything a script can ask for: arguments, environment, folder, output, exit code, and that a failing one
-ends the others. What the start itself does (a launch file, torchrun's own agent, an import that is missing)
-they cannot show; tests of that start real ones.
+processes in what a script can ask for: arguments, environment, folder, output, exit code, and that a failing one ends
+the others. But what libraries read as they are imported (HF_HOME, HF_HUB_OFFLINE, ...) is that of the first one. What
+the start itself does (a launch file, torchrun's own agent, an import that is missing) they cannot show; tests of that
+start real ones.
 """
 
 import atexit
@@ -52,15 +53,21 @@ class Script:
         job = {} if processes is None else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         inherited = {name: value for name, value in quiet_environment().items() if name not in _OF_LAUNCHERS}
         self._processes: list[ForkServerProcess] = []
-        for rank in range(processes or 1):
-            variables = {**inherited, **job, **(environment or {})}
-            if processes is not None:
-                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-                variables |= {name: str(value) for name, value in ranks.items()}
-            outputs = [self._output(stream, rank) for stream in ("stdout", "stderr")]
-            for output in outputs:
-                output.touch()  # it may be killed before it has done anything
-            self._processes.append(fork(_run, (self.words, variables, folder, outputs), f"{self.words[0]} {rank}"))
+        try:
+            for rank in range(processes or 1):
+                self._start(rank, processes, {**inherited, **job, **(environment or {})}, folder)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, rank: int, processes: int | None, variables: dict[str, str], folder: Path) -> None:
+        if processes is not None:
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+            variables |= {name: str(value) for name, value in ranks.items()}
+        outputs = [self._output(stream, rank) for stream in ("stdout", "stderr")]
+        for output in outputs:
+            output.touch()  # it may be killed before it has done anything
+        self._processes.append(fork(_run, (self.words, variables, folder, outputs), f"{self.words[0]} {rank}"))
 
     def _output(self, stream: str, rank: int) -> Path:
         return Path(self._outputs.name) / f"{stream}_{rank}"
@@ -83,20 +90,13 @@ class Script:
         Raises:
             subprocess.TimeoutExpired: it had not ended after `timeout_s` seconds; all its processes were ended.
         """
-        deadline, code, late = time.monotonic() + timeout_s, 0, False
-        left = {process.sentinel: process for process in self._processes}
-        while left and not late:
-            ended = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
-            late = not ended
-            for sentinel in ended:
-                process = left.pop(int(str(sentinel)))
+        try:
+            code, late = self._exit_code(time.monotonic() + timeout_s)
+        finally:  # also if the test itself is ended
+            self.kill()
+            for process in self._processes:
                 process.join()
-                if process.exitcode and not code:
-                    code, deadline = process.exitcode, min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
-        self.kill()
-        for process in self._processes:
-            process.join()
-            process.close()
+                process.close()
         stdout, stderr = (
             "".join(self._output(stream, rank).read_text(errors="replace") for rank in range(len(self._processes)))
             for stream in ("stdout", "stderr")
@@ -105,6 +105,20 @@ class Script:
         if late and not code:
             raise subprocess.TimeoutExpired(self.words, timeout_s, stdout, stderr)
         return subprocess.CompletedProcess(self.words, code, stdout, stderr)
+
+    def _exit_code(self, deadline: float) -> tuple[int, bool]:
+        """The first failing process's, or 0; and whether some had not ended in time."""
+        left, code = {process.sentinel: process for process in self._processes}, 0
+        while left:
+            ended = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+            if not ended:
+                return code, True
+            for sentinel in ended:
+                process = left.pop(int(str(sentinel)))
+                process.join()
+                if process.exitcode and not code:
+                    code, deadline = process.exitcode, min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
+        return code, False
 
 
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -74,7 +74,7 @@ class Recorder(TrainerCallback):
 
 def trainer_of(folder: Path | str, rows: Any = None, model: Any = None, **options: Any) -> tuple[WLBTrainer, Recorder]:
     """A trainer and its recorder; options named like WLBTrainer's own go there, the others into the arguments."""
-    own = {"eval_dataset", "compute_metrics", "data_collator", "callbacks", "compute_loss_func"}
+    own = {"eval_dataset", "compute_metrics", "data_collator", "callbacks", "compute_loss_func", "workload"}
     given = {name: options.pop(name) for name in own & options.keys()}
     recorder = Recorder()
     trainer = WLBTrainer(

@@ -83,6 +83,11 @@ def test_predictions_of_other_documents_are_refused(modules, lines, tmp_path, ca
     for lengths, said in ((other, "trained on made up"), (file, "is packed otherwise now")):
         assert modules.renewal.main(["--lengths", str(lengths), str(results)]) == 2
         assert said in capsys.readouterr().err
-    file.write_text(json.dumps(documents()[:-9].tolist()))
-    assert modules.renewal.main(["--lengths", str(file), str(results)]) == 2
     assert results.read_text() == before
+    file.write_text(json.dumps((documents()[:-9] + 1).tolist()))
+    results.write_text(text_of(lines))
+    assert modules.renewal.main(["--lengths", str(file), str(results)]) == 2
+    assert "hold other documents now" in capsys.readouterr().err and results.read_text() == text_of(lines)
+    results.write_text(text_of(lines[1:]))
+    assert modules.renewal.main(["--lengths", str(file), str(results)]) == 2
+    assert "comes before the launch itself" in capsys.readouterr().err

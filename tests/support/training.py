@@ -81,7 +81,7 @@ def trainer_of(folder: Path | str, rows: Any = None, model: Any = None, **option
         model=tiny_llama() if model is None else model,
         args=arguments(folder, **options),
         train_dataset=rows_of() if rows is None else rows,
-        workload=WORKLOAD,
+        workload=given.pop("workload", WORKLOAD),
         callbacks=[recorder, *given.pop("callbacks", [])],
         **given,
     )

@@ -93,7 +93,10 @@ def result_of(case: str, folder: Path, rank: int = 0) -> Any:
 def test_a_rank_is_killed_under_torchrun(killed: Finished) -> None:
     assert killed.code != 0 and killed.seconds < _ENDS_WITHIN_S and killed.left == []
     cause = f"Rank 1 was killed or ended without a word in step {STEP}."
-    assert said_in(killed.output) == [f"hf_wlb: {cause} (This is rank 0 in step {STEP}, which stops for that reason.)"]
+    # The agent ends rank 0 in its collective, if that has not broken by then.
+    endings = ("stops for that reason", "was waiting and is ended")
+    (said,) = said_in(killed.output)
+    assert said in [f"hf_wlb: {cause} (This is rank 0 in step {STEP}, which {ending}.)" for ending in endings]
 
 
 def said_in(output: str) -> list[str]:

@@ -22,7 +22,7 @@ from readme_table import REPOSITORY
 from step_prices import StepPrices
 
 from hf_wlb.lengths import load_lengths
-from hf_wlb.simulator.measured import complete_lines
+from hf_wlb.simulator.measured import complete_lines, read_rounds
 from hf_wlb.workload import load_workload
 
 RESULTS = [
@@ -57,24 +57,22 @@ def renewed(text: str, lengths: Path) -> str:
     """A results file with other predictions.
 
     Raises:
-        ValueError: If a step's documents are not those that were run.
+        ValueError: If the file is damaged, or a step's documents are not those that were run.
     """
+    read_rounds(text)  # refuses a damaged file
     found: dict[str, dict[str, Stream]] = {}
     lines = []
     for line in complete_lines(text).splitlines():
         row = json.loads(line)
         if row["kind"] == "launch":
-            source, own = planned(row, lengths)
+            row["predicted_by"], own = planned(row, lengths)
             found[row["launch"]] = {stream.variant.name: stream for stream in own}
-            before = {name: row["streams"][name] for name in found[row["launch"]]}
-            now = {stream.variant.name: stream.figures() for stream in own}
-            if any(now[name]["pass_tokens"] != before[name]["pass_tokens"] for name in now):
-                raise ValueError(f"The streams of launch {row['launch']} hold other documents now.")
-            kept = {name: {"plan_seconds": own["plan_seconds"]} for name, own in before.items()}  # as it was measured
-            row |= {"predicted_by": source, "streams": {name: {**now[name], **kept[name]} for name in row["streams"]}}
-            print(f"{row['launch']}: by {source}", flush=True)
-        elif row["launch"] not in found:
-            raise ValueError(f"A step of launch {row['launch']} comes before the launch itself: the file is damaged.")
+            for name, before in row["streams"].items():
+                now = found[row["launch"]][name].figures()
+                if now["pass_tokens"] != before["pass_tokens"]:
+                    raise ValueError(f"The streams of launch {row['launch']} hold other documents now.")
+                before |= {**now, "plan_seconds": before["plan_seconds"]}  # which was measured
+            print(f"{row['launch']}: by {row['predicted_by']}", flush=True)
         elif row["round"] >= 0:  # the others are the warm-up
             stream = found[row["launch"]][row["variant"]]
             plan = stream.steps[row["step"]].plan

@@ -23,13 +23,14 @@ from hf_wlb.analysis.simulation_pictures import draw_all
 from hf_wlb.analysis.simulation_tables import changes
 from hf_wlb.cli import app
 from hf_wlb.simulator.comparison import BASELINE, CUT, SYSTEM_LABELS
+from hf_wlb.simulator.reproduction import MIXED
 
 RESULTS = Path(__file__).resolve().parent / "results" / FILE
 SHARED = REPOSITORY.parent / "shared" / "data"
 BEGIN, END = "<!-- paper-table:begin -->", "<!-- paper-table:end -->"
 SUMMARY_BEGIN, SUMMARY_END = "<!-- paper-summary:begin -->", "<!-- paper-summary:end -->"
 
-GPU_GB, MIXED = 80, "paper, placed"
+GPU_GB = 80
 
 Row = Mapping[str, Any]
 

@@ -7,20 +7,12 @@ import pytest
 
 from tests.numerics.test_trainer_evaluation import FIRST, Accuracy, whole_accuracy
 from tests.support.spawn import run_distributed
-from tests.support.training import rows_of, trainer_of
-
-SPLITS: dict[str, dict[str, Any]] = {
-    "replicas": {},
-    "cp_size": {"cp_size": 2},
-    "pp_size": {"pp_size": 2},
-    "tp_size": {"tp_size": 2},
-    "fsdp": {"fsdp": True},
-}
+from tests.support.training import TWO_RANKS, rows_of, trainer_of
 
 
 def evaluated(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found = {}
-    for name, split in SPLITS.items():
+    for name, split in TWO_RANKS.items():
         batches = Accuracy()
         options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, **split}
         options |= {"eval_dataset": rows_of(FIRST, 1), "compute_metrics": batches, "batch_eval_metrics": True}
@@ -35,7 +27,7 @@ def evaluated(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 def test_every_rank_has_the_metrics_of_all_micro_batches(tmp_path: Path) -> None:
     for found in run_distributed(evaluated, 2, str(tmp_path)):
-        for name in SPLITS:
+        for name in TWO_RANKS:
             logged, last, whole, closed = found[name]
             for figure in ("eval_accuracy", "eval_valid", "eval_loss"):
                 assert last[figure] == pytest.approx(whole[figure], rel=1e-12), name

@@ -9,15 +9,8 @@ from transformers import TrainerCallback
 
 from hf_wlb import plain_attention
 from tests.support.spawn import RankError, run_distributed
-from tests.support.training import train, trainer_of
+from tests.support.training import TWO_RANKS, train, trainer_of
 
-SPLITS: dict[str, dict[str, Any]] = {
-    "replicas": {},
-    "cp_size": {"cp_size": 2},
-    "pp_size": {"pp_size": 2},
-    "tp_size": {"tp_size": 2},
-    "fsdp": {"fsdp": True},
-}
 PROMPT = torch.tensor([[1, 2, 3, 4]])
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 
@@ -56,7 +49,7 @@ def refused(action: Any) -> str:
 
 def ranks_that_switch(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, split in SPLITS.items():
+    for name, split in TWO_RANKS.items():
         options: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2, **split}
         trainer, recorder = trainer_of(folder, callbacks=[Switches(rank)], **options)
         found[name] = refused(trainer.train), len(recorder.losses)
@@ -65,14 +58,14 @@ def ranks_that_switch(rank: int, world_size: int, folder: str) -> dict[str, Any]
 
 def test_every_rank_refuses_by_itself(tmp_path: Path) -> None:
     for found in run_distributed(ranks_that_switch, 2, str(tmp_path)):
-        for name in SPLITS:
+        for name in TWO_RANKS:
             said, steps = found[name]
             assert "attention implementation is 'sdpa' now" in said and "hf_wlb.plain_attention" in said, name
             assert steps == 1, name
 
 
 def one_that_switches(rank: int, world_size: int, folder: str, split: str) -> None:
-    train(folder, max_steps=3, callbacks=[Switches(rank, (1,))], **SPLITS[split])
+    train(folder, max_steps=3, callbacks=[Switches(rank, (1,))], **TWO_RANKS[split])
 
 
 @pytest.mark.parametrize("split", ["cp_size", "pp_size"])
@@ -83,7 +76,7 @@ def test_one_rank_that_switches_ends_all(split: str, tmp_path: Path) -> None:
 
 def ranks_that_generate(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found = {}
-    for name, split in SPLITS.items():
+    for name, split in TWO_RANKS.items():
         if name != "pp_size":  # a stage does not generate
             generates = Generates()
             _, recorder = train(folder, max_steps=2, callbacks=[generates], **split)

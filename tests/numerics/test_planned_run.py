@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from hf_wlb.simulator.plan_trials import planned_system
 from hf_wlb.simulator.planner import QUICK, search
 from hf_wlb.simulator.stream import packing_config
 from tests.support.recipes import load_recipe
+from tests.support.scripts import quiet_environment
 from tests.support.source_tree import REPOSITORY
 
 LENGTHS = np.maximum(sample_lengths(2000) // 128, 1)
@@ -104,8 +104,7 @@ def test_two_processes_train_as_planned(result: PlanResult, tmp_path: Path) -> N
         "output_dir": tmp_path / "run",
     }
     words += ["--use_cpu", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(tmp_path / "cache")}
+    environment = {**quiet_environment(), "HF_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:]]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False

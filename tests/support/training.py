@@ -15,6 +15,15 @@ from tests.support.tiny_llama import random_documents, tiny_llama
 #: Two epochs of these take 4 and 5 steps of 2 micro-batches of 16 tokens: see test_trainer.py.
 LENGTHS = (5, 1, 9, 14, 3, 1, 7, 20, 2, 11, 6, 4, 25, 1, 8, 13, 1, 2)
 
+#: One way to split of every kind, over two processes.
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "cp_size": {"cp_size": 2},
+    "pp_size": {"pp_size": 2},
+    "tp_size": {"tp_size": 2},
+    "fsdp": {"fsdp": True},
+}
+
 
 def rows_of(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[dict[str, list[int]]]:
     """A data set of random documents."""
